@@ -1,0 +1,1 @@
+"""Keeps the KV cache of LLM inference engines in a shared Mooncake Store pool."""

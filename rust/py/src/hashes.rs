@@ -1,0 +1,255 @@
+//! Views over block hashes.
+//!
+//! # Rationale
+//! The blob stays where it is: items are slices of one `memoryview`, and keys are formatted straight from its bytes.
+//!
+//! # Limitations
+//! A blob that somebody writes to while it is read gives the bytes of that moment, as a `memoryview` does.
+
+use mooncrate_core::hashes::{ChunkHashIndex, HashSpans};
+use pyo3::buffer::PyBuffer;
+
+use pyo3::prelude::*;
+use pyo3::types::{PyMemoryView, PySlice};
+use pyo3::{PyTraverseError, PyVisit, intern};
+
+use crate::errors::{LayoutError, extract_i64, to_py};
+use crate::sequence::{self, PyHashIterator, View};
+
+/// Lazy view over a flat buffer of fixed-size block hashes.
+///
+/// Args:
+///     blob: Any C-contiguous buffer (bytes, bytearray, memoryview, numpy array); read as bytes, never copied.
+///     hash_len: Bytes per hash. 0 gives an empty view. A ragged tail shorter than one hash is left out.
+///
+/// Items are `memoryview` slices of `hash_len` bytes; a slice of the view is a list of them. The buffer is released
+/// when the view and its items are gone.
+///
+/// Raises:
+///     LayoutError: `hash_len` is negative, or the buffer is not contiguous.
+///     TypeError: `blob` is not a buffer.
+#[pyclass(frozen, sequence, name = "BlobBlockHashes", module = "mooncrate.data")]
+pub(crate) struct PyBlobBlockHashes {
+    blob: Py<PyMemoryView>,
+    spans: HashSpans,
+}
+
+#[pymethods]
+impl PyBlobBlockHashes {
+    #[new]
+    fn new(blob: &Bound<'_, PyAny>, hash_len: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let hash_len = extract_i64(hash_len, "hash_len")?;
+        let blob = bytes_view(blob)?;
+        let spans = HashSpans::new(blob.len()?, hash_len).map_err(to_py)?;
+        Ok(Self { blob: blob.unbind(), spans })
+    }
+
+    fn __len__(&self) -> usize {
+        self.spans.num_hashes()
+    }
+
+    fn __getitem__<'py>(&self, index: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        sequence::getitem(self, index)
+    }
+
+    fn __iter__(slf: &Bound<'_, Self>) -> PyResult<PyHashIterator> {
+        PyHashIterator::forward(slf.as_any())
+    }
+
+    fn __reversed__(slf: &Bound<'_, Self>) -> PyResult<PyHashIterator> {
+        PyHashIterator::backward(slf.as_any())
+    }
+
+    fn __contains__(&self, value: &Bound<'_, PyAny>) -> PyResult<bool> {
+        sequence::contains(self, value)
+    }
+
+    /// Return the first index of `value` in `start..stop`. Raises ValueError when it is not there.
+    #[pyo3(signature = (value, start=0, stop=None))]
+    fn index(&self, value: &Bound<'_, PyAny>, start: i64, stop: Option<i64>) -> PyResult<usize> {
+        sequence::index(self, value, start, stop)
+    }
+
+    /// Return how many hashes equal `value`.
+    fn count(&self, value: &Bound<'_, PyAny>) -> PyResult<usize> {
+        sequence::count(self, value)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("BlobBlockHashes({} hashes of {} bytes)", self.spans.num_hashes(), self.spans.hash_len())
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.blob)
+    }
+}
+
+impl View for PyBlobBlockHashes {
+    fn num_items(&self, _py: Python<'_>) -> PyResult<usize> {
+        Ok(self.spans.num_hashes())
+    }
+
+    fn item<'py>(&self, py: Python<'py>, index: usize) -> PyResult<Bound<'py, PyAny>> {
+        let span = self.spans.span(index);
+        self.blob.bind(py).get_item(PySlice::new(py, span.start.cast_signed(), span.end.cast_signed(), 1))
+    }
+}
+
+impl PyBlobBlockHashes {
+    /// Hashes in the view.
+    pub(crate) fn num_hashes(&self) -> usize {
+        self.spans.num_hashes()
+    }
+
+    /// Calls `visit` with the bytes of each hash, in order, without making a Python object.
+    pub(crate) fn for_each(&self, py: Python<'_>, mut visit: impl FnMut(&[u8])) -> PyResult<()> {
+        let buffer = PyBuffer::<u8>::get(self.blob.bind(py))?;
+        let Some(bytes) = buffer.as_slice_ptr() else {
+            return Err(LayoutError::new_err("the blob of block hashes is not contiguous"));
+        };
+        let bytes = bytes.cast::<u8>().as_ptr().cast_const();
+        let mut hash = vec![0_u8; self.spans.hash_len()];
+        for index in 0..self.spans.num_hashes() {
+            let span = self.spans.span(index);
+            // SAFETY: `bytes` is the start of a contiguous buffer of initialised bytes; the export that `buffer` holds
+            // keeps it allocated and as long as it was when it was measured, and every span ends inside that length.
+            // `hash` is our own and as long as a span. Bytes are copied before anybody looks at them, so a writer
+            // elsewhere can change their values, but no reference to memory that changes exists.
+            #[allow(unsafe_code)]
+            unsafe {
+                std::ptr::copy_nonoverlapping(bytes.add(span.start), hash.as_mut_ptr(), span.len());
+            }
+            visit(&hash);
+        }
+        Ok(())
+    }
+}
+
+/// A flat view of the bytes of any contiguous buffer.
+fn bytes_view<'py>(blob: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyMemoryView>> {
+    let py = blob.py();
+    let view = PyMemoryView::from(blob)?;
+    if !view.getattr(intern!(py, "c_contiguous"))?.is_truthy()? {
+        return Err(LayoutError::new_err("the blob of block hashes is not contiguous; pass a contiguous copy of it"));
+    }
+    let is_flat = view.getattr(intern!(py, "ndim"))?.eq(1)? && view.getattr(intern!(py, "format"))?.eq("B")?;
+    if is_flat {
+        return Ok(view);
+    }
+    // `memoryview.cast` refuses formats that `struct` has no single letter for (numpy's fixed-size strings) and
+    // empty shapes, while numpy takes the bytes of any contiguous buffer.
+    let flat =
+        py.import(intern!(py, "numpy"))?.call_method1(intern!(py, "frombuffer"), (blob, intern!(py, "uint8")))?;
+    PyMemoryView::from(&flat)
+}
+
+/// View that names each chunk of `target_block_size` tokens by the last of its `hash_block_size` hashes.
+///
+/// The engine chains its hashes, so the last one already names the whole chunk and everything before it; a key stays
+/// one digest long whatever the ratio of the sizes.
+///
+/// Args:
+///     block_hashes: Any indexable sequence of hashes; only the item asked for is touched.
+///     hash_block_size: Tokens per hash.
+///     target_block_size: Tokens per chunk, a multiple of `hash_block_size`.
+///
+/// Raises:
+///     AssertionError: `target_block_size` is not a multiple of `hash_block_size`.
+///     LayoutError: One of them is below 1.
+#[pyclass(frozen, sequence, name = "_CompactChunkHashList", module = "mooncrate.data")]
+pub(crate) struct PyCompactChunkHashList {
+    /// The hashes below, one per `hash_block_size` tokens.
+    #[pyo3(get)]
+    block_hashes: Py<PyAny>,
+    chunk_hashes: ChunkHashIndex,
+}
+
+#[pymethods]
+impl PyCompactChunkHashList {
+    #[new]
+    fn new(
+        block_hashes: Py<PyAny>,
+        hash_block_size: &Bound<'_, PyAny>,
+        target_block_size: &Bound<'_, PyAny>,
+    ) -> PyResult<Self> {
+        let hash_block_size = extract_i64(hash_block_size, "hash_block_size")?;
+        let target_block_size = extract_i64(target_block_size, "target_block_size")?;
+        let chunk_hashes = ChunkHashIndex::new(hash_block_size, target_block_size).map_err(to_py)?;
+        Ok(Self { block_hashes, chunk_hashes })
+    }
+
+    /// Hashes per chunk.
+    #[getter]
+    fn scale_factor(&self) -> usize {
+        self.chunk_hashes.scale()
+    }
+
+    fn __len__(&self, py: Python<'_>) -> PyResult<usize> {
+        self.num_items(py)
+    }
+
+    fn __getitem__<'py>(&self, index: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        sequence::getitem(self, index)
+    }
+
+    fn __iter__(slf: &Bound<'_, Self>) -> PyResult<PyHashIterator> {
+        PyHashIterator::forward(slf.as_any())
+    }
+
+    fn __reversed__(slf: &Bound<'_, Self>) -> PyResult<PyHashIterator> {
+        PyHashIterator::backward(slf.as_any())
+    }
+
+    fn __contains__(&self, value: &Bound<'_, PyAny>) -> PyResult<bool> {
+        sequence::contains(self, value)
+    }
+
+    /// Return the first index of `value` in `start..stop`. Raises ValueError when it is not there.
+    #[pyo3(signature = (value, start=0, stop=None))]
+    fn index(&self, value: &Bound<'_, PyAny>, start: i64, stop: Option<i64>) -> PyResult<usize> {
+        sequence::index(self, value, start, stop)
+    }
+
+    /// Return how many hashes equal `value`.
+    fn count(&self, value: &Bound<'_, PyAny>) -> PyResult<usize> {
+        sequence::count(self, value)
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.block_hashes)
+    }
+}
+
+impl View for PyCompactChunkHashList {
+    fn num_items(&self, py: Python<'_>) -> PyResult<usize> {
+        Ok(self.chunk_hashes.num_chunks(self.block_hashes.bind(py).len()?))
+    }
+
+    fn item<'py>(&self, py: Python<'py>, index: usize) -> PyResult<Bound<'py, PyAny>> {
+        self.block_hashes.bind(py).get_item(self.chunk_hashes.hash_index(index))
+    }
+}
+
+/// One hash per chunk of `block_size` tokens: `block_hashes` itself when the sizes are equal.
+///
+/// Args:
+///     block_hashes: Any indexable sequence of hashes, one per `hash_block_size` tokens.
+///     hash_block_size: Tokens per hash.
+///     block_size: Tokens per chunk, a multiple of `hash_block_size`.
+///
+/// Raises:
+///     AssertionError: `block_size` is not a multiple of `hash_block_size`.
+///     LayoutError: One of them is below 1 and they differ.
+#[pyfunction]
+pub(crate) fn chunk_hashes_for_block_size<'py>(
+    block_hashes: Bound<'py, PyAny>,
+    hash_block_size: &Bound<'py, PyAny>,
+    block_size: &Bound<'py, PyAny>,
+) -> PyResult<Bound<'py, PyAny>> {
+    if block_size.eq(hash_block_size)? {
+        return Ok(block_hashes);
+    }
+    let py = block_hashes.py();
+    let view = PyCompactChunkHashList::new(block_hashes.unbind(), hash_block_size, block_size)?;
+    Ok(Bound::new(py, view)?.into_any())
+}

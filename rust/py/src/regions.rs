@@ -1,0 +1,139 @@
+//! Addresses and sizes of chunks, as lists.
+
+use mooncrate_core::chunks::ChunkGrid;
+use mooncrate_core::regions::{RegionTable, TokenSpan};
+use pyo3::exceptions::PyIndexError;
+use pyo3::prelude::*;
+use pyo3::types::{PyList, PyTuple};
+
+use crate::chunks::PyChunkGrid;
+use crate::errors::{extract_i64, extract_u64, to_py};
+use crate::gc;
+
+type Rows<'py> = (Bound<'py, PyList>, Bound<'py, PyList>, Bound<'py, PyList>);
+
+/// Where the blocks of one KV cache group lie.
+#[pyclass(frozen, name = "RegionTable", module = "mooncrate._core")]
+pub(crate) struct PyRegionTable(RegionTable);
+
+#[pymethods]
+impl PyRegionTable {
+    /// A table from base addresses and block lengths, which repeat when there are fewer of them.
+    #[new]
+    fn new(kv_caches_base_addr: &Bound<'_, PyAny>, block_len: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let base_addrs = extract_all(kv_caches_base_addr, "base address")?;
+        let block_len = extract_all(block_len, "block_len")?;
+        RegionTable::from_block_len(&base_addrs, &block_len).map(Self).map_err(to_py)
+    }
+
+    /// Addresses, sizes and block ids of many chunks, one entry each.
+    fn prepare_values<'py>(
+        &self,
+        grid: &PyChunkGrid,
+        chunks: &Bound<'py, PyAny>,
+        block_ids: &Bound<'py, PyAny>,
+    ) -> PyResult<Rows<'py>> {
+        let spans = token_spans(chunks, &grid.0)?;
+        let py = chunks.py();
+        gc::paused(py, spans.len(), || self.rows(py, &grid.0, &spans, block_ids))
+    }
+
+    /// Addresses and sizes of one block.
+    fn prepare_value_for_block(&self, block_id: &Bound<'_, PyAny>) -> PyResult<(Vec<u64>, Vec<u64>)> {
+        let block_id = extract_i64(block_id, "block id")?;
+        let mut addrs = Vec::new();
+        self.0.write_addrs(block_id, 1, &mut addrs).map_err(to_py)?;
+        Ok((addrs, self.0.sizes(1).map_err(to_py)?))
+    }
+}
+
+impl PyRegionTable {
+    fn rows<'py>(
+        &self,
+        py: Python<'py>,
+        grid: &ChunkGrid,
+        spans: &[TokenSpan],
+        block_ids: &Bound<'py, PyAny>,
+    ) -> PyResult<Rows<'py>> {
+        let mut sizes = SizeRows { table: &self.0, rows: Vec::new() };
+        let mut row = Vec::with_capacity(self.0.regions().len());
+        let mut addr_rows = Vec::with_capacity(spans.len());
+        let mut size_rows = Vec::with_capacity(spans.len());
+        let mut chunk_block_ids = Vec::with_capacity(spans.len());
+        for &span in spans {
+            let (block_index, num_blocks) = span.block_range(grid).map_err(to_py)?;
+            let block_id = block_id_at(block_ids, block_index, span)?;
+            row.clear();
+            self.0.write_addrs(block_id, num_blocks, &mut row).map_err(to_py)?;
+            addr_rows.push(PyList::new(py, &row)?);
+            size_rows.push(sizes.row(py, num_blocks)?);
+            chunk_block_ids.push(block_id);
+        }
+        Ok((PyList::new(py, addr_rows)?, PyList::new(py, size_rows)?, PyList::new(py, chunk_block_ids)?))
+    }
+}
+
+/// Size rows by number of blocks. Almost every chunk of a request covers the same number, so its sizes are made once
+/// and a row is a copy of references.
+struct SizeRows<'py, 'table> {
+    table: &'table RegionTable,
+    rows: Vec<(u64, Bound<'py, PyList>)>,
+}
+
+impl<'py> SizeRows<'py, '_> {
+    fn row(&mut self, py: Python<'py>, num_blocks: u64) -> PyResult<Bound<'py, PyList>> {
+        let known = self.rows.iter().find(|(blocks, _)| *blocks == num_blocks);
+        let template = if let Some((_, template)) = known {
+            template.clone()
+        } else {
+            let template = PyList::new(py, self.table.sizes(num_blocks).map_err(to_py)?)?;
+            self.rows.push((num_blocks, template.clone()));
+            template
+        };
+        // Callers own their lists and may change them: every row is a copy, also the first.
+        Ok(template.get_slice(0, template.len()))
+    }
+}
+
+fn extract_all(values: &Bound<'_, PyAny>, name: &str) -> PyResult<Vec<u64>> {
+    values.try_iter()?.map(|value| extract_u64(&value?, name)).collect()
+}
+
+/// The spans of `chunks`, all of them checked before any is used.
+fn token_spans(chunks: &Bound<'_, PyAny>, grid: &ChunkGrid) -> PyResult<Vec<TokenSpan>> {
+    chunks
+        .try_iter()?
+        .map(|chunk| {
+            let span = token_span(&chunk?)?;
+            span.check_aligned(grid).map_err(to_py)?;
+            Ok(span)
+        })
+        .collect()
+}
+
+fn token_span(chunk: &Bound<'_, PyAny>) -> PyResult<TokenSpan> {
+    let (token_start, token_end) = match chunk.cast::<PyTuple>() {
+        Ok(chunk) => (chunk.get_item(0)?, chunk.get_item(1)?),
+        Err(_) => (chunk.get_item(0)?, chunk.get_item(1)?),
+    };
+    Ok(TokenSpan {
+        token_start: extract_i64(&token_start, "chunk start")?,
+        token_end: extract_i64(&token_end, "chunk end")?,
+    })
+}
+
+fn block_id_at(block_ids: &Bound<'_, PyAny>, index: usize, span: TokenSpan) -> PyResult<i64> {
+    let found = match block_ids.cast::<PyList>() {
+        Ok(list) => list.get_item(index),
+        Err(_) => block_ids.get_item(index),
+    };
+    let block_id = found.map_err(|error| {
+        if !error.is_instance_of::<PyIndexError>(block_ids.py()) {
+            return error;
+        }
+        let TokenSpan { token_start, token_end } = span;
+        let len = block_ids.len().unwrap_or_default();
+        PyIndexError::new_err(format!("chunk {token_start}..{token_end} needs block {index} of a table of {len}"))
+    })?;
+    extract_i64(&block_id, "block id")
+}
