@@ -4,7 +4,6 @@
 
 mod chunks;
 mod errors;
-mod gc;
 mod hashes;
 mod keys;
 mod regions;
