@@ -39,10 +39,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mooncrate import _core
 from mooncrate._core import BlobBlockHashes, _CompactChunkHashList, chunk_hashes_for_block_size
 from mooncrate.requests import LoadSpec, MooncakeStoreConnectorMetadata, ReqMeta, RequestTracker
+
+if TYPE_CHECKING:
+    from mooncrate.kv_caches import Region
 
 __all__ = [
     "BlobBlockHashes",
@@ -55,6 +59,9 @@ __all__ = [
     "RequestTracker",
     "chunk_hashes_for_block_size",
 ]
+
+DEFAULT_ROW_CACHE_BYTES = 256 * 2**20
+"""Memory for rows of addresses kept per block, in bytes: 100,000 blocks of 64 regions."""
 
 Sequence.register(BlobBlockHashes)
 Sequence.register(_CompactChunkHashList)
@@ -173,6 +180,7 @@ class ChunkedTokenDatabase:
         self._key_prefix = PoolKey.build_prefix(metadata)
         self._base_addr: tuple[int, ...] = ()
         self._block_len: tuple[int, ...] = ()
+        self._row_cache_bytes = DEFAULT_ROW_CACHE_BYTES
         self._regions: _core.RegionTable | None = None
 
     @property
@@ -205,6 +213,16 @@ class ChunkedTokenDatabase:
         self._block_len = tuple(block_len)
         self._regions = None
 
+    @property
+    def row_cache_bytes(self) -> int:
+        """Memory for rows of addresses kept per block, in bytes; the least recently used rows go first."""
+        return self._row_cache_bytes
+
+    @row_cache_bytes.setter
+    def row_cache_bytes(self, row_cache_bytes: int) -> None:
+        self._row_cache_bytes = row_cache_bytes
+        self._regions = None
+
     def set_kv_caches_base_addr(self, kv_caches_base_addr: list[int]) -> None:
         """Set the address of block 0 in each region (unsigned 64-bit)."""
         self.kv_caches_base_addr = kv_caches_base_addr
@@ -212,6 +230,19 @@ class ChunkedTokenDatabase:
     def set_block_len(self, block_len: list[int]) -> None:
         """Set the bytes of a block in each region; a list shorter than the regions repeats."""
         self.block_len = block_len
+
+    def set_regions(self, regions: Iterable[Region], num_blocks: int) -> None:
+        """Set base, stride and bytes of each region apart, and how many blocks there are.
+
+        From then on block ids are checked against ``num_blocks``. Rows of addresses made before are dropped.
+
+        Raises:
+            AddressOverflowError: A number is not unsigned 64-bit.
+        """
+        regions = tuple(regions)
+        self._base_addr = tuple(region.base_addr for region in regions)
+        self._block_len = tuple(region.block_bytes for region in regions)
+        self._regions = _core.RegionTable.from_regions(regions, num_blocks, self._row_cache_bytes)
 
     def key_for(self, chunk_hash: bytes | memoryview) -> str:
         """Build the key of one chunk hash, of any width.
@@ -307,7 +338,56 @@ class ChunkedTokenDatabase:
             put_step_rank=put_step_rank,
         )
 
+    def plan(
+        self,
+        token_len: int,
+        block_hashes: Sequence[bytes | memoryview],
+        block_ids: Sequence[int],
+        mask_num: int = 0,
+        *,
+        chunk_mask: Sequence[bool] | None = None,
+        put_step: int = 1,
+        put_step_rank: int = 0,
+        null_block_id: int | None = None,
+    ) -> _core.TransferPlan:
+        """Plan a request in one call: the chunks that ``process_tokens`` gives, resolved to keys and rows.
+
+        Args:
+            token_len: See ``process_tokens``, as for the other arguments that it has.
+            block_hashes: Read when the plan is made, without a Python call per chunk for a ``BlobBlockHashes`` and a
+                list of bytes.
+            block_ids: The request's block table: entry ``i`` holds tokens from ``i * block_size`` on.
+            mask_num: See ``process_tokens``.
+            chunk_mask: See ``process_tokens``.
+            put_step: See ``process_tokens``.
+            put_step_rank: See ``process_tokens``.
+            null_block_id: Chunks in this block are left out and counted: it holds nothing of the request.
+
+        Returns:
+            A plan whose lists are made when they are read.
+
+        Raises:
+            AssertionError: As ``process_tokens``.
+            IndexError: The block table is too short.
+            LayoutError: As ``process_tokens``; or a block id is negative, or not below the number of registered blocks,
+                where that is known.
+            AddressOverflowError: A block would end past the last 64-bit address.
+        """
+        return _core.plan(
+            self._key_prefix,
+            self._grid,
+            self._region_table(),
+            token_len,
+            block_hashes,
+            block_ids,
+            mask_num,
+            chunk_mask,
+            put_step,
+            put_step_rank,
+            null_block_id,
+        )
+
     def _region_table(self) -> _core.RegionTable:
         if self._regions is None:
-            self._regions = _core.RegionTable(self._base_addr, self._block_len)
+            self._regions = _core.RegionTable(self._base_addr, self._block_len, self._row_cache_bytes)
         return self._regions

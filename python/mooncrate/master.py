@@ -172,8 +172,11 @@ class MasterProcess:
         if self._leash is None:
             return "mooncake_master is not running"
         code = self._leash.wait(self._stop_timeout)
-        how = f"was killed by {signal.Signals(code - 128).name}" if code > 128 else f"ended with exit code {code}"
-        return f"mooncake_master on port {self.rpc_port} {how}{self._describe_log()}"
+        number = -code if code < 0 else code - 128  # of the leash itself, or of the master as the leash reports it
+        is_signal = number in set(signal.Signals)
+        how = f"was killed by {signal.Signals(number).name}" if is_signal else f"ended with exit code {code}"
+        last_words = "" if number == signal.SIGKILL else self._describe_log()  # it had no time for any
+        return f"mooncake_master on port {self.rpc_port} {how}{last_words}"
 
     def _describe_log(self) -> str:
         tail = self._log.tail() if self._log is not None else ""

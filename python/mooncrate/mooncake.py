@@ -9,7 +9,7 @@ import os
 import socket
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any
+from types import ModuleType
 
 from mooncrate.errors import StoreError
 from mooncrate.store import GuardedStore, describe
@@ -30,7 +30,7 @@ DEBIAN_PACKAGES = ("libibverbs1", "librdmacm1", "libnuma1")
 ENVIRONMENT_DEFAULTS = {
     # Over TCP a batch with more addresses than the queue holds waits for 60 s, then nearly all its keys fail with -800.
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
-    # Warnings and worse. The wheel of 0.3.13 heeds only the second, other builds only the first.
+    # Warnings and worse. 0.3.13.post1 heeds the second alone; the first is glog's own, for builds that initialise it.
     "GLOG_minloglevel": "1",
     "MC_LOG_LEVEL": "WARNING",
 }
@@ -121,7 +121,7 @@ def connect(
     return store
 
 
-def _import_store() -> Any:
+def _import_store() -> ModuleType:
     """Returns ``mooncake.store``, an extension module without stubs, or raises a `StoreError` that says what to do."""
     try:
         return importlib.import_module("mooncake.store")

@@ -155,7 +155,7 @@ def main(settings: Settings) -> None:
     """Runs one engine until it is told to stop."""
     answers = _claim_stdout()
 
-    def answer(event: str, **fields: Any) -> None:
+    def answer(event: str, **fields: object) -> None:
         os.write(answers, (json.dumps({"event": event, **fields}) + "\n").encode())
 
     commands: queue.SimpleQueue[str] = queue.SimpleQueue()

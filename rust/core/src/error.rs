@@ -97,6 +97,46 @@ pub enum Error {
         /// The id.
         block_id: i64,
     },
+    /// A block id past the end of the registered memory.
+    #[error("block id {block_id} is not below the {num_blocks} registered blocks")]
+    BlockIdPastEnd {
+        /// The id.
+        block_id: i64,
+        /// Blocks registered.
+        num_blocks: u64,
+    },
+    /// More answers than keys were asked for.
+    #[error("{num_answers} answers to {num_keys} keys")]
+    TooManyAnswers {
+        /// Answers given.
+        num_answers: usize,
+        /// Keys asked.
+        num_keys: usize,
+    },
+    /// A plan too large to be counted.
+    #[error("{num_chunks} chunks are more than a plan can hold")]
+    TooManyChunks {
+        /// Chunks.
+        num_chunks: usize,
+    },
+    /// A plan whose bytes do not fit 64 bits.
+    #[error("the bytes of {num_chunks} chunks do not fit 64 bits")]
+    PlanOverflow {
+        /// Chunks.
+        num_chunks: usize,
+    },
+    /// A lookup without any KV cache group.
+    #[error("a lookup needs at least one KV cache group")]
+    NoGroups,
+    /// A KV cache group that nobody stores anything for.
+    #[error("KV cache group {group_id} has no key prefix to look under")]
+    NoKeyPrefix {
+        /// The group.
+        group_id: usize,
+    },
+    /// Block sizes that have no common multiple in 64 bits.
+    #[error("the block sizes of the KV cache groups have no common multiple below 2^63")]
+    NoCommonMultiple,
     /// A block that would end past the last 64-bit address.
     #[error(
         "block {block_id} of region {region_index} (base {base_addr:#x}, stride {block_stride}, {num_bytes} bytes) \
@@ -156,8 +196,14 @@ impl Error {
             | Self::ChunkRange { .. }
             | Self::HashLen { .. }
             | Self::NoBlockLen { .. }
-            | Self::NegativeBlockId { .. } => ErrorKind::Layout,
-            Self::AddressOverflow { .. } | Self::SizeOverflow { .. } => ErrorKind::Overflow,
+            | Self::NegativeBlockId { .. }
+            | Self::BlockIdPastEnd { .. }
+            | Self::TooManyAnswers { .. }
+            | Self::TooManyChunks { .. }
+            | Self::NoGroups
+            | Self::NoKeyPrefix { .. }
+            | Self::NoCommonMultiple => ErrorKind::Layout,
+            Self::AddressOverflow { .. } | Self::SizeOverflow { .. } | Self::PlanOverflow { .. } => ErrorKind::Overflow,
         }
     }
 }

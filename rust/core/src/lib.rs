@@ -6,7 +6,10 @@
 //! - [`hashes`]: where a block hash lies in a flat buffer, and which hash names a chunk;
 //! - [`chunks`]: which chunks of a request one rank handles;
 //! - [`keys`]: the text of a pool key;
-//! - [`regions`]: where the bytes of a block lie.
+//! - [`regions`]: where the bytes of a block lie;
+//! - [`rows`]: rows of addresses, kept per block;
+//! - [`plan`]: the chunks of a request, as the unit that moves;
+//! - [`lookup`]: how long a prefix the pool can give.
 //!
 //! Tokens are counted as `i64`, because callers subtract them; bytes and addresses are `u64` and never wrap.
 #![forbid(unsafe_code)]
@@ -15,6 +18,9 @@ pub mod chunks;
 mod error;
 pub mod hashes;
 pub mod keys;
+pub mod lookup;
+pub mod plan;
 pub mod regions;
+pub mod rows;
 
 pub use error::{Error, ErrorKind};

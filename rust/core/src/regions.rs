@@ -38,14 +38,16 @@ pub struct RegionTable {
     /// The last block id whose single block ends inside 64 bits in every region, if there is one: a comparison with it
     /// checks a whole row.
     last_block_id: Option<u64>,
+    /// Blocks that are registered, where somebody said so.
+    num_blocks: Option<u64>,
 }
 
 impl RegionTable {
-    /// A table over `regions`.
+    /// A table over `regions`, each of which holds `num_blocks` blocks; `None` when nobody knows.
     #[must_use]
-    pub fn new(regions: Vec<Region>) -> Self {
+    pub fn new(regions: Vec<Region>, num_blocks: Option<u64>) -> Self {
         let last_block_id = regions.iter().map(last_block_id).min().unwrap_or(Some(u64::MAX));
-        Self { regions, last_block_id }
+        Self { regions, last_block_id, num_blocks }
     }
 
     /// A table in the form of the seed API: block lengths, which are strides too, repeat over the regions when there
@@ -62,7 +64,7 @@ impl RegionTable {
             block_stride: len,
             block_bytes: len,
         });
-        Ok(Self::new(regions.collect()))
+        Ok(Self::new(regions.collect(), None))
     }
 
     /// The regions, in order.
@@ -74,15 +76,39 @@ impl RegionTable {
     /// Appends the address of `block_id` in each region; `num_blocks` blocks are to be read from there.
     ///
     /// # Errors
-    /// [`Error::NegativeBlockId`]; [`Error::AddressOverflow`] or [`Error::SizeOverflow`] when what is to be read ends
-    /// past the last 64-bit address. Nothing is appended then.
+    /// Those of [`check_block`](Self::check_block). Nothing is appended then.
     pub fn write_addrs(&self, block_id: i64, num_blocks: u64, addrs: &mut Vec<u64>) -> Result<(), Error> {
-        let id = u64::try_from(block_id).map_err(|_| Error::NegativeBlockId { block_id })?;
-        if num_blocks > 1 || self.last_block_id.is_none_or(|last| id > last) {
-            self.check(block_id, id, num_blocks)?;
-        }
+        let id = self.check_block(block_id, num_blocks)?;
         addrs.extend(self.regions.iter().map(|region| region.base_addr + id * region.block_stride));
         Ok(())
+    }
+
+    /// Checks that `num_blocks` blocks from `block_id` on can be read, and returns the id.
+    ///
+    /// # Errors
+    /// [`Error::NegativeBlockId`]; [`Error::BlockIdPastEnd`] when they are not all registered;
+    /// [`Error::AddressOverflow`] or [`Error::SizeOverflow`] when they end past the last 64-bit address.
+    pub fn check_block(&self, block_id: i64, num_blocks: u64) -> Result<u64, Error> {
+        let id = u64::try_from(block_id).map_err(|_| Error::NegativeBlockId { block_id })?;
+        if let Some(registered) = self.num_blocks
+            && id.saturating_add(num_blocks.max(1)) > registered
+        {
+            return Err(Error::BlockIdPastEnd { block_id, num_blocks: registered });
+        }
+        if num_blocks > 1 || self.last_block_id.is_none_or(|last| id > last) {
+            self.check_regions(block_id, id, num_blocks)?;
+        }
+        Ok(id)
+    }
+
+    /// Bytes of one block in all regions together.
+    ///
+    /// # Errors
+    /// [`Error::SizeOverflow`].
+    pub fn row_bytes(&self) -> Result<u64, Error> {
+        let add = |sum: u64, region: &Region| sum.checked_add(region.block_bytes);
+        let sum = self.regions.iter().try_fold(0, add);
+        sum.ok_or(Error::SizeOverflow { num_blocks: 1, block_bytes: u64::MAX })
     }
 
     /// Bytes of `num_blocks` blocks in each region.
@@ -94,7 +120,7 @@ impl RegionTable {
     }
 
     /// Checks region by region that `num_blocks` blocks from block `id` on end inside 64 bits.
-    fn check(&self, block_id: i64, id: u64, num_blocks: u64) -> Result<(), Error> {
+    fn check_regions(&self, block_id: i64, id: u64, num_blocks: u64) -> Result<(), Error> {
         for (region_index, region) in self.regions.iter().enumerate() {
             let num_bytes = region_bytes(region, num_blocks)?;
             let addr = id.checked_mul(region.block_stride).and_then(|offset| offset.checked_add(region.base_addr));
@@ -130,17 +156,16 @@ impl TokenSpan {
         }
     }
 
-    /// Position of the span's block in the block table, and the number of blocks that it covers.
+    /// Blocks that the span covers.
     ///
     /// # Errors
     /// [`Error::ChunkRange`] for a start below 0 or an end before the start: both would name other bytes.
-    pub fn block_range(&self, grid: &ChunkGrid) -> Result<(usize, u64), Error> {
+    pub fn num_blocks(&self, grid: &ChunkGrid) -> Result<u64, Error> {
         let Self { token_start, token_end } = *self;
-        let outside = Error::ChunkRange { token_start, token_end };
-        let span = token_end.checked_sub(token_start).and_then(|span| u64::try_from(span).ok()).ok_or(outside)?;
-        let block_size = grid.block_size();
-        let block_index = usize::try_from(token_start.div_euclid(block_size)).map_err(|_| outside)?;
-        Ok((block_index, span.div_ceil(block_size.unsigned_abs())))
+        if token_start < 0 || token_end < token_start {
+            return Err(Error::ChunkRange { token_start, token_end });
+        }
+        Ok((token_end - token_start).unsigned_abs().div_ceil(grid.block_size().unsigned_abs()))
     }
 }
 

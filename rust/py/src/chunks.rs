@@ -2,12 +2,10 @@
 
 use mooncrate_core::chunks::{ChunkGrid, ChunkSelection, Chunks};
 use pyo3::prelude::*;
-use pyo3::types::PyList;
 use pyo3::{PyTraverseError, PyVisit};
 
 use crate::errors::{extract_i64, to_py};
-use crate::hashes::PyBlobBlockHashes;
-use crate::sequence::View;
+use crate::hashes::HashSource;
 
 /// Tokens per chunk and per hash of one KV cache group.
 #[pyclass(frozen, name = "ChunkGrid", module = "mooncrate._core")]
@@ -39,43 +37,6 @@ impl PyChunkGrid {
         let selection = ChunkSelection { token_len, mask_num, put_step, put_step_rank, ..ChunkSelection::default() };
         let hashes = HashSource::new(block_hashes);
         Ok(PyChunkIterator { grid: self.0, selection, hashes, chunk_mask, chunks: None })
-    }
-}
-
-/// Where the hashes of a request come from; the two usual forms skip the general protocol.
-enum HashSource {
-    Blob(Py<PyBlobBlockHashes>),
-    List(Py<PyList>),
-    Sequence(Py<PyAny>),
-}
-
-impl HashSource {
-    fn new(block_hashes: Bound<'_, PyAny>) -> Self {
-        if let Ok(blob) = block_hashes.cast::<PyBlobBlockHashes>() {
-            return Self::Blob(blob.clone().unbind());
-        }
-        match block_hashes.cast_into_exact::<PyList>() {
-            Ok(list) => Self::List(list.unbind()),
-            Err(error) => Self::Sequence(error.into_inner().unbind()),
-        }
-    }
-
-    /// Hashes at hand: 0 for whatever Python holds to be false.
-    fn num_hashes(&self, py: Python<'_>) -> PyResult<usize> {
-        match self {
-            Self::Blob(blob) => Ok(blob.get().num_hashes()),
-            Self::List(list) => Ok(list.bind(py).len()),
-            Self::Sequence(hashes) if hashes.bind(py).is_truthy()? => hashes.bind(py).len(),
-            Self::Sequence(_) => Ok(0),
-        }
-    }
-
-    fn get<'py>(&self, py: Python<'py>, index: usize) -> PyResult<Bound<'py, PyAny>> {
-        match self {
-            Self::Blob(blob) => blob.get().item(py, index),
-            Self::List(list) => list.bind(py).get_item(index),
-            Self::Sequence(hashes) => hashes.bind(py).get_item(index),
-        }
     }
 }
 
@@ -115,11 +76,7 @@ impl PyChunkIterator {
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         visit.call(&self.chunk_mask)?;
-        match &self.hashes {
-            HashSource::Blob(hashes) => visit.call(hashes),
-            HashSource::List(hashes) => visit.call(hashes),
-            HashSource::Sequence(hashes) => visit.call(hashes),
-        }
+        self.hashes.traverse(&visit)
     }
 }
 

@@ -10,7 +10,7 @@ use mooncrate_core::hashes::{ChunkHashIndex, HashSpans};
 use pyo3::buffer::PyBuffer;
 
 use pyo3::prelude::*;
-use pyo3::types::{PyMemoryView, PySlice};
+use pyo3::types::{PyBytes, PyList, PyMemoryView, PySlice};
 use pyo3::{PyTraverseError, PyVisit, intern};
 
 use crate::errors::{LayoutError, extract_i64, to_py};
@@ -100,28 +100,126 @@ impl PyBlobBlockHashes {
     pub(crate) fn num_hashes(&self) -> usize {
         self.spans.num_hashes()
     }
+}
 
-    /// Calls `visit` with the bytes of each hash, in order, without making a Python object.
-    pub(crate) fn for_each(&self, py: Python<'_>, mut visit: impl FnMut(&[u8])) -> PyResult<()> {
-        let buffer = PyBuffer::<u8>::get(self.blob.bind(py))?;
-        let Some(bytes) = buffer.as_slice_ptr() else {
-            return Err(LayoutError::new_err("the blob of block hashes is not contiguous"));
-        };
-        let bytes = bytes.cast::<u8>().as_ptr().cast_const();
-        let mut hash = vec![0_u8; self.spans.hash_len()];
-        for index in 0..self.spans.num_hashes() {
-            let span = self.spans.span(index);
-            // SAFETY: `bytes` is the start of a contiguous buffer of initialised bytes; the export that `buffer` holds
-            // keeps it allocated and as long as it was when it was measured, and every span ends inside that length.
-            // `hash` is our own and as long as a span. Bytes are copied before anybody looks at them, so a writer
-            // elsewhere can change their values, but no reference to memory that changes exists.
-            #[allow(unsafe_code)]
-            unsafe {
-                std::ptr::copy_nonoverlapping(bytes.add(span.start), hash.as_mut_ptr(), span.len());
+/// Block hashes of a request in any form; the two usual ones skip the general protocol.
+pub(crate) enum HashSource {
+    /// One buffer.
+    Blob(Py<PyBlobBlockHashes>),
+    /// A list of hashes.
+    List(Py<PyList>),
+    /// Anything that can be indexed.
+    Sequence(Py<PyAny>),
+}
+
+impl HashSource {
+    pub(crate) fn new(block_hashes: Bound<'_, PyAny>) -> Self {
+        if let Ok(blob) = block_hashes.cast::<PyBlobBlockHashes>() {
+            return Self::Blob(blob.clone().unbind());
+        }
+        match block_hashes.cast_into_exact::<PyList>() {
+            Ok(list) => Self::List(list.unbind()),
+            Err(error) => Self::Sequence(error.into_inner().unbind()),
+        }
+    }
+
+    /// Hashes at hand: 0 for whatever Python holds to be false.
+    pub(crate) fn num_hashes(&self, py: Python<'_>) -> PyResult<usize> {
+        match self {
+            Self::Blob(blob) => Ok(blob.get().num_hashes()),
+            Self::List(list) => Ok(list.bind(py).len()),
+            Self::Sequence(hashes) if hashes.bind(py).is_truthy()? => hashes.bind(py).len(),
+            Self::Sequence(_) => Ok(0),
+        }
+    }
+
+    /// Hash `index` as the object that it is.
+    pub(crate) fn get<'py>(&self, py: Python<'py>, index: usize) -> PyResult<Bound<'py, PyAny>> {
+        match self {
+            Self::Blob(blob) => blob.get().item(py, index),
+            Self::List(list) => list.bind(py).get_item(index),
+            Self::Sequence(hashes) => hashes.bind(py).get_item(index),
+        }
+    }
+
+    /// A reader of the bytes of hashes.
+    pub(crate) fn reader<'py>(&self, py: Python<'py>) -> PyResult<HashReader<'_, 'py>> {
+        match self {
+            Self::Blob(blob) => BlobReader::new(py, blob.get()).map(HashReader::Blob),
+            Self::List(_) | Self::Sequence(_) => Ok(HashReader::Items { source: self, py }),
+        }
+    }
+
+    pub(crate) fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
+        match self {
+            Self::Blob(hashes) => visit.call(hashes),
+            Self::List(hashes) => visit.call(hashes),
+            Self::Sequence(hashes) => visit.call(hashes),
+        }
+    }
+}
+
+/// Reads the bytes of hashes one at a time.
+pub(crate) enum HashReader<'source, 'py> {
+    /// Straight from a buffer, without making a Python object.
+    Blob(BlobReader),
+    /// From the items of a sequence.
+    Items {
+        /// The sequence.
+        source: &'source HashSource,
+        /// Proof that Python may be used.
+        py: Python<'py>,
+    },
+}
+
+impl HashReader<'_, '_> {
+    /// Calls `visit` with the bytes of hash `index`.
+    pub(crate) fn read(&mut self, index: usize, visit: impl FnOnce(&[u8])) -> PyResult<()> {
+        match self {
+            Self::Blob(reader) => visit(reader.read(index)?),
+            Self::Items { source, py } => {
+                let item = source.get(*py, index)?;
+                match item.cast::<PyBytes>() {
+                    Ok(bytes) => visit(bytes.as_bytes()),
+                    Err(_) => visit(&PyBuffer::<u8>::get(&item)?.to_vec(*py)?),
+                }
             }
-            visit(&hash);
         }
         Ok(())
+    }
+}
+
+/// The bytes of one blob.
+pub(crate) struct BlobReader {
+    /// Keeps the blob's memory in place while this lives.
+    buffer: PyBuffer<u8>,
+    spans: HashSpans,
+    hash: Vec<u8>,
+}
+
+impl BlobReader {
+    pub(crate) fn new(py: Python<'_>, blob: &PyBlobBlockHashes) -> PyResult<Self> {
+        let buffer = PyBuffer::<u8>::get(blob.blob.bind(py))?;
+        Ok(Self { buffer, spans: blob.spans, hash: vec![0; blob.spans.hash_len()] })
+    }
+
+    /// A copy of hash `index`, valid until the next call.
+    pub(crate) fn read(&mut self, index: usize) -> PyResult<&[u8]> {
+        let bytes = self.buffer.as_slice_ptr().filter(|_| index < self.spans.num_hashes());
+        let Some(bytes) = bytes else {
+            return Err(LayoutError::new_err(format!("no hash {index} in a blob of {}", self.spans.num_hashes())));
+        };
+        let span = self.spans.span(index);
+        // SAFETY: `bytes` is the start of a contiguous buffer of initialised bytes; the export that `buffer` holds keeps
+        // it allocated and as long as it was when `spans` measured it, and the span of an index below `num_hashes` ends
+        // inside that length. `hash` is our own and as long as a span. Bytes are copied before anybody looks at
+        // them, so a writer elsewhere can change their values, but no reference to memory that changes exists.
+        #[allow(unsafe_code)]
+        unsafe {
+            let start = bytes.cast::<u8>().as_ptr().cast_const().add(span.start);
+            std::ptr::copy_nonoverlapping(start, self.hash.as_mut_ptr(), span.len());
+        }
+        Ok(&self.hash)
     }
 }
 

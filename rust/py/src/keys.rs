@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyString, PyStringMethods};
 use pyo3::{Borrowed, intern};
 
-use crate::hashes::PyBlobBlockHashes;
+use crate::hashes::{BlobReader, PyBlobBlockHashes};
 
 /// The part of a key that all chunks of a rank and KV cache group share.
 #[pyfunction]
@@ -39,9 +39,10 @@ pub(crate) fn keys_for<'py>(key_prefix: &str, chunk_hashes: &Bound<'py, PyAny>) 
     let py = chunk_hashes.py();
     let mut writer = KeyWriter::new(key_prefix);
     if let Ok(blob) = chunk_hashes.cast::<PyBlobBlockHashes>() {
-        let blob = blob.get();
-        let mut made = Vec::with_capacity(blob.num_hashes());
-        blob.for_each(py, |hash| made.push(PyString::new(py, writer.key(hash))))?;
+        let mut reader = BlobReader::new(py, blob.get())?;
+        let made = (0..blob.get().num_hashes())
+            .map(|index| Ok(PyString::new(py, writer.key(reader.read(index)?))))
+            .collect::<PyResult<Vec<_>>>()?;
         return PyList::new(py, made);
     }
     if let Ok(list) = chunk_hashes.cast::<PyList>() {

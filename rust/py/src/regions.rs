@@ -1,9 +1,13 @@
 //! Addresses and sizes of chunks, as lists.
 
+use std::sync::{Mutex, PoisonError};
+
 use mooncrate_core::chunks::ChunkGrid;
-use mooncrate_core::regions::{RegionTable, TokenSpan};
+use mooncrate_core::regions::{Region, RegionTable, TokenSpan};
+use mooncrate_core::rows::RowCache;
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
+use pyo3::sync::{MutexExt, PyOnceLock};
 use pyo3::types::{PyList, PyTuple};
 
 use crate::chunks::PyChunkGrid;
@@ -11,18 +15,46 @@ use crate::errors::{extract_i64, extract_u64, to_py};
 
 type Rows<'py> = (Bound<'py, PyList>, Bound<'py, PyList>, Bound<'py, PyList>);
 
-/// Where the blocks of one KV cache group lie.
+/// What a row of addresses takes in memory: the tuple, and an integer and a reference per region.
+const ROW_BYTES: usize = 64;
+const ADDR_BYTES: usize = 40;
+
+/// Where the blocks of one KV cache group lie, and the rows of addresses made so far.
 #[pyclass(frozen, name = "RegionTable", module = "mooncrate._core")]
-pub(crate) struct PyRegionTable(RegionTable);
+pub(crate) struct PyRegionTable {
+    table: RegionTable,
+    rows: Mutex<RowCache<Py<PyTuple>>>,
+    size_row: PyOnceLock<Py<PyTuple>>,
+}
 
 #[pymethods]
 impl PyRegionTable {
     /// A table from base addresses and block lengths, which repeat when there are fewer of them.
     #[new]
-    fn new(kv_caches_base_addr: &Bound<'_, PyAny>, block_len: &Bound<'_, PyAny>) -> PyResult<Self> {
+    fn new(
+        kv_caches_base_addr: &Bound<'_, PyAny>,
+        block_len: &Bound<'_, PyAny>,
+        row_cache_bytes: usize,
+    ) -> PyResult<Self> {
         let base_addrs = extract_all(kv_caches_base_addr, "base address")?;
         let block_len = extract_all(block_len, "block_len")?;
-        RegionTable::from_block_len(&base_addrs, &block_len).map(Self).map_err(to_py)
+        let table = RegionTable::from_block_len(&base_addrs, &block_len).map_err(to_py)?;
+        Ok(Self::with(table, row_cache_bytes))
+    }
+
+    /// A table from `(base_addr, block_stride, block_bytes)` of each region, all of which hold `num_blocks` blocks.
+    #[staticmethod]
+    fn from_regions(regions: &Bound<'_, PyAny>, num_blocks: u64, row_cache_bytes: usize) -> PyResult<Self> {
+        let region = |region: PyResult<Bound<'_, PyAny>>| {
+            let region = region?;
+            Ok::<_, PyErr>(Region {
+                base_addr: extract_u64(&region.getattr("base_addr")?, "base address")?,
+                block_stride: extract_u64(&region.getattr("block_stride")?, "block_stride")?,
+                block_bytes: extract_u64(&region.getattr("block_bytes")?, "block_bytes")?,
+            })
+        };
+        let regions = regions.try_iter()?.map(region).collect::<PyResult<_>>()?;
+        Ok(Self::with(RegionTable::new(regions, Some(num_blocks)), row_cache_bytes))
     }
 
     /// Addresses, sizes and block ids of many chunks, one entry each.
@@ -36,14 +68,15 @@ impl PyRegionTable {
         let spans = token_spans(chunks, &grid.0)?;
         let addr_rows = empty_rows(py, spans.len())?;
         let size_rows = empty_rows(py, spans.len())?;
-        let mut sizes = SizeRows { table: &self.0, rows: Vec::new() };
-        let mut addrs = Vec::with_capacity(self.0.regions().len());
+        let blocks = BlockTable::new(block_ids, grid.0.block_size());
+        let mut sizes = SizeRows { table: &self.table, rows: Vec::new() };
+        let mut addrs = Vec::with_capacity(self.table.regions().len());
         let mut chunk_block_ids = Vec::with_capacity(spans.len());
         for ((span, addr_row), size_row) in spans.into_iter().zip(&addr_rows).zip(&size_rows) {
-            let (block_index, num_blocks) = span.block_range(&grid.0).map_err(to_py)?;
-            let block_id = block_id_at(block_ids, block_index, span)?;
+            let num_blocks = span.num_blocks(&grid.0).map_err(to_py)?;
+            let block_id = blocks.block_id(span.token_start, span.token_end)?;
             addrs.clear();
-            self.0.write_addrs(block_id, num_blocks, &mut addrs).map_err(to_py)?;
+            self.table.write_addrs(block_id, num_blocks, &mut addrs).map_err(to_py)?;
             fill(&addr_row, PyTuple::new(py, &addrs)?.as_any())?;
             fill(&size_row, sizes.row(py, num_blocks)?.as_any())?;
             chunk_block_ids.push(block_id);
@@ -55,8 +88,52 @@ impl PyRegionTable {
     fn prepare_value_for_block(&self, block_id: &Bound<'_, PyAny>) -> PyResult<(Vec<u64>, Vec<u64>)> {
         let block_id = extract_i64(block_id, "block id")?;
         let mut addrs = Vec::new();
-        self.0.write_addrs(block_id, 1, &mut addrs).map_err(to_py)?;
-        Ok((addrs, self.0.sizes(1).map_err(to_py)?))
+        self.table.write_addrs(block_id, 1, &mut addrs).map_err(to_py)?;
+        Ok((addrs, self.table.sizes(1).map_err(to_py)?))
+    }
+}
+
+impl PyRegionTable {
+    fn with(table: RegionTable, row_cache_bytes: usize) -> Self {
+        let max_rows = row_cache_bytes / (ROW_BYTES + ADDR_BYTES * table.regions().len());
+        Self { table, rows: Mutex::new(RowCache::new(max_rows)), size_row: PyOnceLock::new() }
+    }
+
+    pub(crate) fn table(&self) -> &RegionTable {
+        &self.table
+    }
+
+    /// The addresses of each block, made the first time that it is asked for.
+    pub(crate) fn rows<'py>(&self, py: Python<'py>, block_ids: &[i64]) -> PyResult<Vec<Bound<'py, PyTuple>>> {
+        // No Python object is made under the lock: that may run other code, which may ask for rows.
+        let mut rows: Vec<Option<Bound<'py, PyTuple>>> = {
+            let mut cache = self.rows.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner);
+            block_ids.iter().map(|id| cache.get(*id).map(|row| row.bind(py).clone())).collect()
+        };
+        let mut made = Vec::new();
+        let mut addrs = Vec::with_capacity(self.table.regions().len());
+        for (block_id, row) in block_ids.iter().zip(&mut rows).filter(|(_, row)| row.is_none()) {
+            addrs.clear();
+            self.table.write_addrs(*block_id, 1, &mut addrs).map_err(to_py)?;
+            let tuple = PyTuple::new(py, &addrs)?;
+            made.push((*block_id, tuple.clone().unbind()));
+            *row = Some(tuple);
+        }
+        let mut gone = Vec::new();
+        if !made.is_empty() {
+            let mut cache = self.rows.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner);
+            for (block_id, row) in made {
+                gone.extend(cache.insert(block_id, row));
+            }
+        }
+        drop(gone);
+        Ok(rows.into_iter().flatten().collect())
+    }
+
+    /// The sizes of one block, shared by all plans.
+    pub(crate) fn size_row<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        let make = || Ok::<_, PyErr>(PyTuple::new(py, self.table.sizes(1).map_err(to_py)?)?.unbind());
+        Ok(self.size_row.get_or_try_init(py, make)?.bind(py).clone())
     }
 }
 
@@ -118,18 +195,32 @@ fn token_span(chunk: &Bound<'_, PyAny>) -> PyResult<TokenSpan> {
     })
 }
 
-fn block_id_at(block_ids: &Bound<'_, PyAny>, index: usize, span: TokenSpan) -> PyResult<i64> {
-    let found = match block_ids.cast::<PyList>() {
-        Ok(list) => list.get_item(index),
-        Err(_) => block_ids.get_item(index),
-    };
-    let block_id = found.map_err(|error| {
-        if !error.is_instance_of::<PyIndexError>(block_ids.py()) {
-            return error;
-        }
-        let TokenSpan { token_start, token_end } = span;
-        let len = block_ids.len().unwrap_or_default();
-        PyIndexError::new_err(format!("chunk {token_start}..{token_end} needs block {index} of a table of {len}"))
-    })?;
-    extract_i64(&block_id, "block id")
+/// A request's block table.
+pub(crate) struct BlockTable<'a, 'py> {
+    block_ids: &'a Bound<'py, PyAny>,
+    list: Option<&'a Bound<'py, PyList>>,
+    block_size: i64,
+}
+
+impl<'a, 'py> BlockTable<'a, 'py> {
+    pub(crate) fn new(block_ids: &'a Bound<'py, PyAny>, block_size: i64) -> Self {
+        Self { block_ids, list: block_ids.cast().ok(), block_size }
+    }
+
+    /// The block that holds the chunk `token_start..token_end`, whose start is not negative.
+    pub(crate) fn block_id(&self, token_start: i64, token_end: i64) -> PyResult<i64> {
+        let index = usize::try_from(token_start / self.block_size)?;
+        let found = match self.list {
+            Some(list) => list.get_item(index),
+            None => self.block_ids.get_item(index),
+        };
+        let block_id = found.map_err(|error| {
+            if !error.is_instance_of::<PyIndexError>(self.block_ids.py()) {
+                return error;
+            }
+            let len = self.block_ids.len().unwrap_or_default();
+            PyIndexError::new_err(format!("chunk {token_start}..{token_end} needs block {index} of a table of {len}"))
+        })?;
+        extract_i64(&block_id, "block id")
+    }
 }

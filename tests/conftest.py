@@ -1,0 +1,14 @@
+"""Fixtures that several test modules share."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from mooncrate.master import MasterProcess
+
+
+@pytest.fixture(scope="session")
+def master() -> Iterator[MasterProcess]:
+    """One real Mooncake master for the whole run."""
+    with MasterProcess() as process:
+        yield process
