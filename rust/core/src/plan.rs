@@ -18,6 +18,8 @@ pub struct PlannedChunk {
     pub token_end: i64,
     /// The block that holds the chunk.
     pub block_id: i64,
+    /// Position, among the request's hashes, of the one that names the chunk.
+    pub hash_index: usize,
 }
 
 /// The chunks of one KV cache group, in order.
@@ -91,7 +93,8 @@ struct Pick {
 /// use mooncrate_core::plan::{Plan, PlanPart, PlannedChunk};
 /// let mut part = PlanPart::new("p", 2, 128);
 /// for i in 0..3 {
-///     part.push(PlannedChunk { token_start: i * 16, token_end: i * 16 + 16, block_id: 7 + i }, &[i as u8]);
+///     let chunk = PlannedChunk { token_start: i * 16, token_end: i * 16 + 16, block_id: 7 + i, hash_index: 0 };
+///     part.push(chunk, &[i as u8]);
 /// }
 /// let plan = Plan::new(part)?;
 /// let missing = plan.missing(&[true, false, false])?;
@@ -151,7 +154,7 @@ impl Plan {
 
     /// The chunks, in order.
     #[must_use]
-    pub fn iter(&self) -> impl ExactSizeIterator<Item = PlanItem<'_>> {
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = PlanItem<'_>> + Clone {
         self.picks.iter().map(|pick| {
             let (part_index, index) = (pick.part as usize, pick.chunk as usize);
             let part = &*self.parts[part_index];

@@ -13,7 +13,9 @@ fn part(prefix: &str, num_chunks: i64, num_regions: usize, chunk_bytes: u64) -> 
     let mut part = PlanPart::new(prefix, num_regions, chunk_bytes);
     for i in 0..num_chunks {
         let hash = vec![u8::try_from(i % 251).unwrap(); usize::try_from(i % 3).unwrap()];
-        part.push(PlannedChunk { token_start: i * 16, token_end: i * 16 + 16, block_id: 1_000 + i }, &hash);
+        let (token_start, hash_index) = (i * 16, usize::try_from(i).unwrap());
+        let chunk = PlannedChunk { token_start, token_end: token_start + 16, block_id: 1_000 + i, hash_index };
+        part.push(chunk, &hash);
     }
     part
 }

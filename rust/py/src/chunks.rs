@@ -1,15 +1,25 @@
 //! Chunks of a request, as tuples.
 
 use mooncrate_core::chunks::{ChunkGrid, ChunkSelection, Chunks};
+use mooncrate_core::plan::PlannedChunk;
 use pyo3::prelude::*;
+use pyo3::types::PyTuple;
 use pyo3::{PyTraverseError, PyVisit};
 
 use crate::errors::{extract_i64, to_py};
 use crate::hashes::HashSource;
+use crate::rows::TupleCache;
+
+/// Full chunks whose `(token_start, token_end)` is kept: those of a prompt of two million tokens at 16 tokens per block.
+const MAX_SPANS: usize = 131_072;
 
 /// Tokens per chunk and per hash of one KV cache group.
 #[pyclass(frozen, name = "ChunkGrid", module = "mooncrate._core")]
-pub(crate) struct PyChunkGrid(pub(crate) ChunkGrid);
+pub(crate) struct PyChunkGrid {
+    grid: ChunkGrid,
+    /// `(token_start, token_end)` of full chunks: every prompt has the same ones.
+    spans: TupleCache,
+}
 
 #[pymethods]
 impl PyChunkGrid {
@@ -17,7 +27,8 @@ impl PyChunkGrid {
     fn new(block_size: &Bound<'_, PyAny>, hash_block_size: &Bound<'_, PyAny>) -> PyResult<Self> {
         let block_size = extract_i64(block_size, "block_size")?;
         let hash_block_size = extract_i64(hash_block_size, "hash_block_size")?;
-        ChunkGrid::new(block_size, hash_block_size).map(Self).map_err(to_py)
+        let grid = ChunkGrid::new(block_size, hash_block_size).map_err(to_py)?;
+        Ok(Self { grid, spans: TupleCache::new(MAX_SPANS) })
     }
 
     /// Iterate over the chunks of a request: `(token_start, token_end, chunk_hash)`.
@@ -36,7 +47,27 @@ impl PyChunkGrid {
         let token_len = extract_i64(token_len, "token_len")?;
         let selection = ChunkSelection { token_len, mask_num, put_step, put_step_rank, ..ChunkSelection::default() };
         let hashes = HashSource::new(block_hashes);
-        Ok(PyChunkIterator { grid: self.0, selection, hashes, chunk_mask, chunks: None })
+        Ok(PyChunkIterator { grid: self.grid, selection, hashes, chunk_mask, chunks: None })
+    }
+}
+
+impl PyChunkGrid {
+    pub(crate) fn grid(&self) -> &ChunkGrid {
+        &self.grid
+    }
+
+    /// `(token_start, token_end)` of each chunk.
+    pub(crate) fn spans<'py>(&self, py: Python<'py>, chunks: &[PlannedChunk]) -> PyResult<Vec<Bound<'py, PyTuple>>> {
+        let block_size = self.grid.block_size();
+        let starts = chunks.iter().map(|chunk| chunk.token_start);
+        let full = |token_start: i64| (token_start, token_start + block_size).into_pyobject(py);
+        let mut spans = self.spans.get(py, starts, full)?;
+        for (chunk, span) in chunks.iter().zip(&mut spans) {
+            if chunk.token_end - chunk.token_start != block_size {
+                *span = (chunk.token_start, chunk.token_end).into_pyobject(py)?;
+            }
+        }
+        Ok(spans)
     }
 }
 

@@ -142,6 +142,14 @@ impl HashSource {
         }
     }
 
+    /// The hashes as they are now, where that costs next to nothing.
+    pub(crate) fn snapshot(&self, py: Python<'_>) -> Option<Py<PyList>> {
+        match self {
+            Self::List(list) => Some(list.bind(py).get_slice(0, list.bind(py).len()).unbind()),
+            Self::Blob(_) | Self::Sequence(_) => None,
+        }
+    }
+
     /// A reader of the bytes of hashes.
     pub(crate) fn reader<'py>(&self, py: Python<'py>) -> PyResult<HashReader<'_, 'py>> {
         match self {

@@ -11,6 +11,7 @@ mod keys;
 mod lookup;
 mod plan;
 mod regions;
+mod rows;
 mod sequence;
 
 use pyo3::prelude::*;

@@ -11,7 +11,7 @@ use mooncrate_core::plan::{Plan, PlanPart, PlannedChunk};
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyBytes, PyList, PyString};
+use pyo3::types::{PyBytes, PyList, PyString, PyTuple};
 use pyo3::{PyTraverseError, PyVisit};
 
 use crate::chunks::PyChunkGrid;
@@ -27,14 +27,22 @@ use crate::regions::{BlockTable, PyRegionTable};
 #[pyclass(frozen, name = "TransferPlan", module = "mooncrate")]
 pub(crate) struct PyTransferPlan {
     plan: Plan,
-    /// The region table of each part of the plan.
-    tables: Arc<[Py<PyRegionTable>]>,
+    /// Of each part of the plan.
+    origins: Arc<[Origin]>,
     keys: Attribute,
     addrs: Attribute,
     sizes: Attribute,
     block_ids: Attribute,
     chunks: Attribute,
     hashes: Attribute,
+}
+
+/// What the lists of one part are made from.
+struct Origin {
+    grid: Py<PyChunkGrid>,
+    regions: Py<PyRegionTable>,
+    /// The request's hashes, when they came as a list: `hashes` then gives these objects instead of new ones.
+    block_hashes: Option<Py<PyList>>,
 }
 
 /// A list that is made once.
@@ -49,7 +57,7 @@ type Attribute = PyOnceLock<Py<PyList>>;
 #[allow(clippy::too_many_arguments)] // one call per request is the point
 pub(crate) fn plan<'py>(
     key_prefix: &str,
-    grid: &PyChunkGrid,
+    grid: &Bound<'py, PyChunkGrid>,
     regions: &Bound<'py, PyRegionTable>,
     token_len: &Bound<'py, PyAny>,
     block_hashes: Bound<'py, PyAny>,
@@ -71,9 +79,10 @@ pub(crate) fn plan<'py>(
         put_step,
         put_step_rank,
     };
-    let chunks = grid.0.chunks(&selection).map_err(to_py)?;
+    let chunk_grid = *grid.get().grid();
+    let chunks = chunk_grid.chunks(&selection).map_err(to_py)?;
     let mut reader = hashes.reader(py)?;
-    let blocks = BlockTable::new(block_ids, grid.0.block_size());
+    let blocks = BlockTable::new(block_ids, chunk_grid.block_size());
     let mut part = PlanPart::new(key_prefix, table.regions().len(), table.row_bytes().map_err(to_py)?);
     part.reserve(chunks.len(), 32);
     for chunk in chunks {
@@ -89,11 +98,13 @@ pub(crate) fn plan<'py>(
         }
         table.check_block(block_id, 1).map_err(to_py)?;
         let (token_start, token_end) = (chunk.token_start, chunk.token_end);
-        let planned = PlannedChunk { token_start, token_end, block_id };
+        let planned = PlannedChunk { token_start, token_end, block_id, hash_index: chunk.hash_index };
         reader.read(chunk.hash_index, |hash| part.push(planned, hash))?;
     }
     let plan = Plan::new(part).map_err(to_py)?;
-    Ok(PyTransferPlan::new(plan, Arc::new([regions.clone().unbind()])))
+    let block_hashes = hashes.snapshot(py);
+    let origin = Origin { grid: grid.clone().unbind(), regions: regions.clone().unbind(), block_hashes };
+    Ok(PyTransferPlan::new(plan, Arc::new([origin])))
 }
 
 #[pymethods]
@@ -106,7 +117,7 @@ impl PyTransferPlan {
     #[getter]
     fn keys<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         made_once(&self.keys, py, || {
-            let mut writers: Vec<Option<KeyWriter>> = self.tables.iter().map(|_| None).collect();
+            let mut writers: Vec<Option<KeyWriter>> = self.origins.iter().map(|_| None).collect();
             let keys = self.plan.iter().map(|item| {
                 let writer = writers[item.part_index].get_or_insert_with(|| KeyWriter::new(item.part.key_prefix()));
                 PyString::new(py, writer.key(item.chunk_hash))
@@ -119,18 +130,7 @@ impl PyTransferPlan {
     #[getter]
     fn addrs<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         made_once(&self.addrs, py, || {
-            if let [table] = &*self.tables {
-                let block_ids: Vec<i64> = self.plan.iter().map(|item| item.chunk.block_id).collect();
-                return PyList::new(py, table.get().rows(py, &block_ids)?);
-            }
-            let mut rows: Vec<_> = Vec::with_capacity(self.tables.len());
-            for (index, table) in self.tables.iter().enumerate() {
-                let own = self.plan.iter().filter(|item| item.part_index == index);
-                let block_ids: Vec<i64> = own.map(|item| item.chunk.block_id).collect();
-                rows.push(table.get().rows(py, &block_ids)?.into_iter());
-            }
-            let merged: Option<Vec<_>> = self.plan.iter().map(|item| rows[item.part_index].next()).collect();
-            PyList::new(py, merged.unwrap_or_default())
+            self.by_part(py, |origin, chunks| origin.regions.get().rows(py, chunks.iter().map(|c| c.block_id)))
         })
     }
 
@@ -138,7 +138,8 @@ impl PyTransferPlan {
     #[getter]
     fn sizes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         made_once(&self.sizes, py, || {
-            let rows = self.tables.iter().map(|table| table.get().size_row(py)).collect::<PyResult<Vec<_>>>()?;
+            let rows = self.origins.iter().map(|origin| origin.regions.get().size_row(py));
+            let rows = rows.collect::<PyResult<Vec<_>>>()?;
             PyList::new(py, self.plan.iter().map(|item| &rows[item.part_index]))
         })
     }
@@ -152,15 +153,21 @@ impl PyTransferPlan {
     /// `(token_start, token_end)` of each chunk.
     #[getter]
     fn chunks<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        made_once(&self.chunks, py, || {
-            PyList::new(py, self.plan.iter().map(|item| (item.chunk.token_start, item.chunk.token_end)))
-        })
+        made_once(&self.chunks, py, || self.by_part(py, |origin, chunks| origin.grid.get().spans(py, chunks)))
     }
 
     /// The hash that names each chunk, as bytes.
     #[getter]
     fn hashes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        made_once(&self.hashes, py, || PyList::new(py, self.plan.iter().map(|item| PyBytes::new(py, item.chunk_hash))))
+        made_once(&self.hashes, py, || {
+            let hashes = self.plan.iter().map(|item| {
+                let given = self.origins[item.part_index].block_hashes.as_ref();
+                let given = given.and_then(|list| list.bind(py).get_item(item.chunk.hash_index).ok());
+                let given = given.and_then(|hash| hash.cast_into_exact::<PyBytes>().ok());
+                given.unwrap_or_else(|| PyBytes::new(py, item.chunk_hash))
+            });
+            PyList::new(py, hashes)
+        })
     }
 
     /// Bytes of all chunks in all their regions.
@@ -227,9 +234,9 @@ impl PyTransferPlan {
     #[staticmethod]
     fn concat(py: Python<'_>, plans: Vec<Py<Self>>) -> PyResult<Self> {
         let parts: Vec<&Plan> = plans.iter().map(|plan| &plan.get().plan).collect();
-        let tables = plans.iter().flat_map(|plan| plan.get().tables.iter());
-        let tables = tables.map(|table| table.clone_ref(py)).collect();
-        Ok(Self::new(Plan::concat(&parts).map_err(to_py)?, tables))
+        let origins = plans.iter().flat_map(|plan| plan.get().origins.iter());
+        let origins = origins.map(|origin| origin.clone_ref(py)).collect();
+        Ok(Self::new(Plan::concat(&parts).map_err(to_py)?, origins))
     }
 
     fn __repr__(&self) -> PyResult<String> {
@@ -237,15 +244,19 @@ impl PyTransferPlan {
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        self.tables.iter().try_for_each(|table| visit.call(table))
+        self.origins.iter().try_for_each(|origin| {
+            visit.call(&origin.grid)?;
+            visit.call(&origin.regions)?;
+            visit.call(&origin.block_hashes)
+        })
     }
 }
 
 impl PyTransferPlan {
-    fn new(plan: Plan, tables: Arc<[Py<PyRegionTable>]>) -> Self {
+    fn new(plan: Plan, origins: Arc<[Origin]>) -> Self {
         Self {
             plan,
-            tables,
+            origins,
             keys: Attribute::new(),
             addrs: Attribute::new(),
             sizes: Attribute::new(),
@@ -256,7 +267,33 @@ impl PyTransferPlan {
     }
 
     fn with(&self, plan: Plan) -> Self {
-        Self::new(plan, Arc::clone(&self.tables))
+        Self::new(plan, Arc::clone(&self.origins))
+    }
+
+    /// One tuple per chunk, in the order of the plan, made for the chunks of each part in one go.
+    fn by_part<'py>(
+        &self,
+        py: Python<'py>,
+        make: impl Fn(&Origin, &[PlannedChunk]) -> PyResult<Vec<Bound<'py, PyTuple>>>,
+    ) -> PyResult<Bound<'py, PyList>> {
+        let mut parts = Vec::with_capacity(self.origins.len());
+        for (index, origin) in self.origins.iter().enumerate() {
+            let own = self.plan.iter().filter(|item| item.part_index == index).map(|item| item.chunk);
+            parts.push(make(origin, &own.collect::<Vec<_>>())?.into_iter());
+        }
+        // Each part gave as many tuples as it has chunks, so none runs out.
+        let tuples: Vec<_> = self.plan.iter().filter_map(|item| parts[item.part_index].next()).collect();
+        PyList::new(py, tuples)
+    }
+}
+
+impl Origin {
+    fn clone_ref(&self, py: Python<'_>) -> Self {
+        Self {
+            grid: self.grid.clone_ref(py),
+            regions: self.regions.clone_ref(py),
+            block_hashes: self.block_hashes.as_ref().map(|list| list.clone_ref(py)),
+        }
     }
 }
 

@@ -1,17 +1,15 @@
 //! Addresses and sizes of chunks, as lists.
 
-use std::sync::{Mutex, PoisonError};
-
 use mooncrate_core::chunks::ChunkGrid;
 use mooncrate_core::regions::{Region, RegionTable, TokenSpan};
-use mooncrate_core::rows::RowCache;
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
-use pyo3::sync::{MutexExt, PyOnceLock};
+use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyList, PyTuple};
 
 use crate::chunks::PyChunkGrid;
 use crate::errors::{extract_i64, extract_u64, to_py};
+use crate::rows::TupleCache;
 
 type Rows<'py> = (Bound<'py, PyList>, Bound<'py, PyList>, Bound<'py, PyList>);
 
@@ -23,7 +21,7 @@ const ADDR_BYTES: usize = 40;
 #[pyclass(frozen, name = "RegionTable", module = "mooncrate._core")]
 pub(crate) struct PyRegionTable {
     table: RegionTable,
-    rows: Mutex<RowCache<Py<PyTuple>>>,
+    rows: TupleCache,
     size_row: PyOnceLock<Py<PyTuple>>,
 }
 
@@ -65,15 +63,15 @@ impl PyRegionTable {
         block_ids: &Bound<'py, PyAny>,
     ) -> PyResult<Rows<'py>> {
         let py = chunks.py();
-        let spans = token_spans(chunks, &grid.0)?;
+        let spans = token_spans(chunks, grid.grid())?;
         let addr_rows = empty_rows(py, spans.len())?;
         let size_rows = empty_rows(py, spans.len())?;
-        let blocks = BlockTable::new(block_ids, grid.0.block_size());
+        let blocks = BlockTable::new(block_ids, grid.grid().block_size());
         let mut sizes = SizeRows { table: &self.table, rows: Vec::new() };
         let mut addrs = Vec::with_capacity(self.table.regions().len());
         let mut chunk_block_ids = Vec::with_capacity(spans.len());
         for ((span, addr_row), size_row) in spans.into_iter().zip(&addr_rows).zip(&size_rows) {
-            let num_blocks = span.num_blocks(&grid.0).map_err(to_py)?;
+            let num_blocks = span.num_blocks(grid.grid()).map_err(to_py)?;
             let block_id = blocks.block_id(span.token_start, span.token_end)?;
             addrs.clear();
             self.table.write_addrs(block_id, num_blocks, &mut addrs).map_err(to_py)?;
@@ -96,7 +94,7 @@ impl PyRegionTable {
 impl PyRegionTable {
     fn with(table: RegionTable, row_cache_bytes: usize) -> Self {
         let max_rows = row_cache_bytes / (ROW_BYTES + ADDR_BYTES * table.regions().len());
-        Self { table, rows: Mutex::new(RowCache::new(max_rows)), size_row: PyOnceLock::new() }
+        Self { table, rows: TupleCache::new(max_rows), size_row: PyOnceLock::new() }
     }
 
     pub(crate) fn table(&self) -> &RegionTable {
@@ -104,30 +102,17 @@ impl PyRegionTable {
     }
 
     /// The addresses of each block, made the first time that it is asked for.
-    pub(crate) fn rows<'py>(&self, py: Python<'py>, block_ids: &[i64]) -> PyResult<Vec<Bound<'py, PyTuple>>> {
-        // No Python object is made under the lock: that may run other code, which may ask for rows.
-        let mut rows: Vec<Option<Bound<'py, PyTuple>>> = {
-            let mut cache = self.rows.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner);
-            block_ids.iter().map(|id| cache.get(*id).map(|row| row.bind(py).clone())).collect()
-        };
-        let mut made = Vec::new();
+    pub(crate) fn rows<'py>(
+        &self,
+        py: Python<'py>,
+        block_ids: impl ExactSizeIterator<Item = i64> + Clone,
+    ) -> PyResult<Vec<Bound<'py, PyTuple>>> {
         let mut addrs = Vec::with_capacity(self.table.regions().len());
-        for (block_id, row) in block_ids.iter().zip(&mut rows).filter(|(_, row)| row.is_none()) {
+        self.rows.get(py, block_ids, |block_id| {
             addrs.clear();
-            self.table.write_addrs(*block_id, 1, &mut addrs).map_err(to_py)?;
-            let tuple = PyTuple::new(py, &addrs)?;
-            made.push((*block_id, tuple.clone().unbind()));
-            *row = Some(tuple);
-        }
-        let mut gone = Vec::new();
-        if !made.is_empty() {
-            let mut cache = self.rows.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner);
-            for (block_id, row) in made {
-                gone.extend(cache.insert(block_id, row));
-            }
-        }
-        drop(gone);
-        Ok(rows.into_iter().flatten().collect())
+            self.table.write_addrs(block_id, 1, &mut addrs).map_err(to_py)?;
+            PyTuple::new(py, &addrs)
+        })
     }
 
     /// The sizes of one block, shared by all plans.
