@@ -19,6 +19,7 @@ import sys
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,11 +55,9 @@ class Row:
 def load_reference() -> Any:  # noqa: ANN401 - vLLM is not typed, and not installed where types are checked
     """Import vLLM's module; a missing or other vLLM ends the program with one line."""
     try:
-        from importlib import import_module
-
         return import_module("vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data")
     except ImportError as error:
-        sys.exit(f"compare_reference: no vLLM with a Mooncake store connector to compare with ({error}); use `make bench`")
+        sys.exit(f"compare_reference: no vLLM with a Mooncake connector to compare with ({error}); use `make bench`")
 
 
 def make_database(module: Any) -> Any:  # noqa: ANN401 - the same calls on both modules are the point

@@ -3,6 +3,21 @@ from typing import Protocol, SupportsIndex, final, overload
 
 from typing_extensions import Buffer
 
+__all__ = [
+    "BlobBlockHashes",
+    "ChunkGrid",
+    "LookupPlan",
+    "RegionTable",
+    "TransferPlan",
+    "_CompactChunkHashList",
+    "build_key_string",
+    "build_prefix",
+    "chunk_hashes_for_block_size",
+    "key_for",
+    "keys_for",
+    "plan",
+]
+
 @final
 class BlobBlockHashes(Sequence[memoryview]):
     def __new__(cls, blob: Buffer, hash_len: SupportsIndex) -> BlobBlockHashes: ...

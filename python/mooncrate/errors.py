@@ -19,3 +19,7 @@ class AddressOverflowError(MooncrateError, OverflowError):
 
 class StoreError(MooncrateError, RuntimeError):
     """The store cannot be used: missing library, failed set-up, or a call before set-up or after close."""
+
+
+class ConfigError(MooncrateError, ValueError):
+    """A setting that cannot be meant; the message names the file, the field and the value."""

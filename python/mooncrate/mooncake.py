@@ -37,6 +37,7 @@ ENVIRONMENT_DEFAULTS = {
 """Read by the library when a client is created. What the user has set stays."""
 
 REACH_SECONDS = 3.0
+DEFAULT_TENANT_ID = "default"
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ def connect(
     protocol: str = "tcp",
     devices: str = "",
     metadata_server: str = "P2PHANDSHAKE",
+    tenant_id: str = DEFAULT_TENANT_ID,
 ) -> GuardedStore:
     """Connects a client to a master.
 
@@ -99,19 +101,28 @@ def connect(
         protocol: ``tcp`` or ``rdma``.
         devices: RDMA devices, comma separated.
         metadata_server: ``P2PHANDSHAKE`` needs no server.
+        tenant_id: Whose objects these are, for a master that keeps tenants apart.
 
     Returns:
         A store that is set up.
 
     Raises:
-        StoreError: Mooncake cannot be imported, nothing listens at the master's address, or set-up failed.
+        StoreError: Mooncake cannot be imported, nothing listens at the master's address, the wheel knows no tenants but
+            one was named, or set-up failed.
     """
     module = _import_store()
     for name, value in ENVIRONMENT_DEFAULTS.items():
         os.environ.setdefault(name, value)
+    # Left out when it is the default one, because older wheels do not know the word.
+    options = {} if tenant_id == DEFAULT_TENANT_ID else {"tenant_id": tenant_id}
+    if options and not capabilities().has_tenants:
+        raise StoreError(
+            f"the installed Mooncake knows no tenants, so {tenant_id!r} cannot be kept apart: install a newer one"
+        )
     _check_reachable(master_address)
     store = GuardedStore(module.MooncakeDistributedStore())
-    code = store.setup(host, metadata_server, segment_bytes, local_buffer_bytes, protocol, devices, master_address)
+    arguments = (host, metadata_server, segment_bytes, local_buffer_bytes, protocol, devices, master_address)
+    code = store.setup(*arguments, **options)
     if code != 0:
         raise StoreError(
             f"setting up a Mooncake client over {protocol} for the master at {master_address} failed with "

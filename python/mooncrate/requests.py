@@ -79,8 +79,10 @@ class RequestTracker:
         groups = (new_block_ids,) if isinstance(new_block_ids, list) else new_block_ids
         num_groups = len(self.allocated_block_ids)
         if len(groups) != num_groups:
-            msg = f"request {self.req_id} has block tables for {num_groups} KV cache groups, got new blocks for {len(groups)}"
-            raise ValueError(msg)
+            raise ValueError(
+                f"request {self.req_id} has block tables for {num_groups} KV cache groups, "
+                f"got new blocks for {len(groups)}"
+            )
         for block_ids, new in zip(self.allocated_block_ids, groups, strict=True):
             if new:
                 block_ids.extend(new)

@@ -183,7 +183,7 @@ class GuardedStore:
         """Names the state, never the store behind it."""
         return f"<GuardedStore {self._state.name.lower()}, {self._num_calls} calls in flight>"
 
-    def setup(self, *args: object) -> int:
+    def setup(self, *args: object, **options: object) -> int:
         """Calls the raw store's ``setup``, and lets calls through from then on if it answers 0.
 
         Returns:
@@ -196,7 +196,7 @@ class GuardedStore:
             new: Any = raw  # ``setup`` is no part of Store: only what is set up is one
             state = _State.NEW
             try:
-                code = int(new.setup(*args))
+                code = int(new.setup(*args, **options))
                 state = _State.READY if code == 0 else _State.NEW
             finally:
                 with self._changed:

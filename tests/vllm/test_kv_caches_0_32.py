@@ -1,6 +1,5 @@
 """Regions and ranks against vLLM 0.32.0's own: where its objects hold no padding, ours are the same byte for byte."""
 
-import importlib
 import math
 from typing import Any, Final
 
@@ -11,10 +10,11 @@ from hypothesis import strategies as st
 
 from mooncrate.groups import CacheGroup, RankTopology
 from mooncrate.kv_caches import describe_kv_caches
+from vllm_import import import_vllm
 
 pytestmark = pytest.mark.vllm_version("0.32.0")
 
-STORE: Final = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store"
+STORE: Final = "distributed.kv_transfer.kv_connector.v1.mooncake.store"
 LAYOUTS: Final = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC"]  # not BHLNC: vLLM reads past the heads there
 
 
@@ -22,13 +22,13 @@ LAYOUTS: Final = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC"]  # not BHLNC: vLL
 def reference() -> None:
     """Imports vLLM before anything is timed."""
     for module in (f"{STORE}.data", f"{STORE}.worker"):
-        importlib.import_module(module)
+        import_vllm(module)
 
 
 def reference_regions(caches: dict[str, torch.Tensor], num_blocks: int) -> list[tuple[int, int]]:
     """Returns addresses and lengths as vLLM derives them."""
-    data: Any = importlib.import_module(f"{STORE}.data")
-    interface: Any = importlib.import_module("vllm.v1.kv_cache_interface")
+    data: Any = import_vllm(f"{STORE}.data")
+    interface: Any = import_vllm("v1.kv_cache_interface")
     layout = data.RankLocalStoreLayout(data.KeyMetadata("m", 0, 0, 0, 0), 16, 16)
     layout.register_kv_caches(
         [interface.group_kernel_blocks(cache, num_blocks) for cache in caches.values()], num_blocks
@@ -47,7 +47,7 @@ def our_regions(caches: dict[str, torch.Tensor], num_blocks: int) -> list[tuple[
 @settings(deadline=None)  # vLLM logs and imports as it likes
 @given(st.data())
 def test_layers_in_one_allocation(name: str, data: st.DataObject) -> None:
-    layouts: Any = importlib.import_module("vllm.v1.kv_cache_layout")
+    layouts: Any = import_vllm("v1.kv_cache_layout")
     order = layouts.KVCacheLayout[name].stride_order
     num_layers, num_heads, num_tokens, content = (data.draw(st.integers(1, 4)) for _ in range(4))
     num_blocks = data.draw(st.integers(2, 7))
@@ -72,7 +72,7 @@ def test_layers_in_allocations_of_their_own(inner: list[int], num_blocks: int, n
 @settings(deadline=None)  # vLLM logs and imports as it likes
 @given(st.data())
 def test_namespaces_of_a_lookup(data: st.DataObject) -> None:
-    worker: Any = importlib.import_module(f"{STORE}.worker")
+    worker: Any = import_vllm(f"{STORE}.worker")
     tp_size, pcp_size, pp_size = (data.draw(st.integers(1, most)) for most in (16, 3, 3))
     dcp_size = (
         data.draw(st.sampled_from([n for n in range(1, tp_size + 1) if tp_size % n == 0])) if pcp_size == 1 else 1

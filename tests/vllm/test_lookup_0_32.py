@@ -1,7 +1,7 @@
 """`LookupPlan` against the coordinator of vLLM 0.32.0's Mooncake connector, on random pools.
 
-Both are told the same presence of chunks under the same namespaces. vLLM asks for everything at once and then searches the
-answers; `LookupPlan` asks as it goes. The number of tokens that can be loaded must be the same.
+Both are told the same presence of chunks under the same namespaces. vLLM asks for everything at once and then searches
+the answers; `LookupPlan` asks as it goes. The number of tokens that can be loaded must be the same.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -86,8 +87,6 @@ def our_hit(pool: Pool) -> int:
 def vllm_spec(group: CacheGroup) -> Any:  # noqa: ANN401 - vLLM is not typed here
     """The group as vLLM describes it."""
     interface = import_vllm("v1.kv_cache_interface")
-    import torch  # after vLLM, which decides how it is loaded
-
     attention = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
     if group.kind is GroupKind.FULL_ATTENTION:
         return interface.FullAttentionSpec(group.block_size, **attention)
@@ -101,8 +100,7 @@ def vllm_hit(pool: Pool) -> int:
     store = import_vllm("distributed.kv_transfer.kv_connector.v1.mooncake.store.coordinator")
     interface = import_vllm("v1.kv_cache_interface")
     specs = [
-        interface.KVCacheGroupSpec([f"layer{group_id}"], vllm_spec(group))
-        for group_id, group in enumerate(pool.groups)
+        interface.KVCacheGroupSpec([f"layer{group_id}"], vllm_spec(group)) for group_id, group in enumerate(pool.groups)
     ]
     unit = math.lcm(*(group.block_size for group in pool.groups))
     coordinator = store.MooncakeStoreCoordinator(specs, unit, HASH_BLOCK_SIZE)

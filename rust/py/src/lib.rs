@@ -20,7 +20,7 @@ use pyo3::prelude::*;
 #[pymodule(gil_used = false)]
 mod _core {
     #[pymodule_export]
-    use crate::chunks::{PyChunkGrid, PyChunkIterator};
+    use crate::chunks::PyChunkGrid;
     #[pymodule_export]
     use crate::hashes::{PyBlobBlockHashes, PyCompactChunkHashList, chunk_hashes_for_block_size};
     #[pymodule_export]
