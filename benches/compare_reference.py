@@ -17,13 +17,16 @@ import platform
 import statistics
 import sys
 import time
+import tracemalloc
 from collections import deque
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mooncrate.data as ours
+from mooncrate import LookupPlan
+from mooncrate.groups import CacheGroup
+from reference_worker import FixedStore, ReferenceLookup, load
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,6 +36,7 @@ BLOCK_SIZE = 16
 NUM_REGIONS = 64
 BLOCK_BYTES = 65_536
 HASH_LEN = 32
+NUM_NAMESPACES = 8
 MIN_ROUNDS = 7
 
 
@@ -50,14 +54,6 @@ class Row:
     def is_met(self) -> bool:
         """Whether the ratio reaches its bar, where there is one."""
         return self.bar is None or self.ratio >= self.bar
-
-
-def load_reference() -> Any:  # noqa: ANN401 - vLLM is not typed, and not installed where types are checked
-    """Import vLLM's module; a missing or other vLLM ends the program with one line."""
-    try:
-        return import_module("vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data")
-    except ImportError as error:
-        sys.exit(f"compare_reference: no vLLM with a Mooncake connector to compare with ({error}); use `make bench`")
 
 
 def make_database(module: Any) -> Any:  # noqa: ANN401 - the same calls on both modules are the point
@@ -85,6 +81,13 @@ def compare(
     """Time two calls that must give the same answer, in turns."""
     if reference() != own():
         sys.exit(f"compare_reference: {name}: the answers differ, so their times mean nothing")
+    return measure(name, reference, own, rounds, bar)
+
+
+def measure(
+    name: str, reference: Callable[[], object], own: Callable[[], object], rounds: int, bar: float | None = None
+) -> Row:
+    """Time two calls in turns."""
     pairs = [(timed(reference), timed(own)) for _ in range(rounds)]
     reference_ms, ours_ms = (statistics.median(column) for column in zip(*pairs, strict=True))
     return Row(name, reference_ms, ours_ms, reference_ms / ours_ms, bar)
@@ -95,18 +98,27 @@ def exhaust(iterable: Any) -> None:  # noqa: ANN401
     deque(iterable, maxlen=0)
 
 
-def run(rounds: int) -> list[Row]:
-    """All rows of the table."""
-    theirs = load_reference()
+class Prompt:
+    """One prompt, as both modules are given it."""
+
+    def __init__(self) -> None:
+        """Hashes, chunks and block table of a prompt of `NUM_TOKENS` tokens."""
+        self.num_chunks = NUM_TOKENS // BLOCK_SIZE
+        self.blob = bytes(i % 251 for i in range(self.num_chunks * HASH_LEN))
+        self.hashes = [self.blob[i * HASH_LEN : (i + 1) * HASH_LEN] for i in range(self.num_chunks)]
+        self.chunks = [(start, start + BLOCK_SIZE) for start in range(0, NUM_TOKENS, BLOCK_SIZE)]
+        self.block_ids = list(range(100, 100 + self.num_chunks))
+
+
+def seed_api_rows(prompt: Prompt, rounds: int) -> list[Row]:
+    """The calls that both modules have."""
+    theirs = load("data")
     database, own = make_database(theirs), make_database(ours)
-    num_chunks = NUM_TOKENS // BLOCK_SIZE
-    blob = bytes(i % 251 for i in range(num_chunks * HASH_LEN))
-    hashes = [blob[i * HASH_LEN : (i + 1) * HASH_LEN] for i in range(num_chunks)]
-    view, own_view = theirs.BlobBlockHashes(memoryview(blob), HASH_LEN), ours.BlobBlockHashes(blob, HASH_LEN)
-    chunks = [(start, end) for start, end, _ in database.process_tokens(NUM_TOKENS, hashes)]
-    block_ids = list(range(100, 100 + num_chunks))
-    if list(database.process_tokens(NUM_TOKENS, view)) != list(own.process_tokens(NUM_TOKENS, own_view)):
-        sys.exit("compare_reference: process_tokens: the answers differ, so their times mean nothing")
+    chunks, hashes, block_ids = prompt.chunks, prompt.hashes, prompt.block_ids
+    view, own_view = (module.BlobBlockHashes(memoryview(prompt.blob), HASH_LEN) for module in (theirs, ours))
+    for given, own_given in ((hashes, hashes), (view, own_view)):
+        if list(database.process_tokens(NUM_TOKENS, given)) != list(own.process_tokens(NUM_TOKENS, own_given)):
+            sys.exit("compare_reference: process_tokens: the answers differ, so their times mean nothing")
     return [
         compare(
             "prepare_values",
@@ -156,6 +168,94 @@ def run(rounds: int) -> list[Row]:
     ]
 
 
+def reference_save_plan(database: Any, prompt: Prompt) -> tuple[Any, ...]:  # noqa: ANN401
+    """What vLLM's worker computes for a save of everything, with vLLM's functions: chunks, keys, rows, byte count."""
+    starts, ends, keys = [], [], []
+    for start, end, chunk_hash in database.process_tokens(NUM_TOKENS, prompt.hashes):
+        starts.append(start)
+        ends.append(end)
+        keys.append(database.key_for(chunk_hash))
+    chunks = list(zip(starts, ends, strict=True))
+    addrs, sizes, block_ids = database.prepare_values(chunks, prompt.block_ids)
+    return keys, addrs, sizes, block_ids, chunks, load("worker")._sum_batch_bytes(sizes)
+
+
+def own_save_plan(database: ours.ChunkedTokenDatabase, prompt: Prompt) -> tuple[Any, ...]:
+    """The same from one plan, all attributes read."""
+    plan = database.plan(NUM_TOKENS, prompt.hashes, prompt.block_ids)
+    if plan.hashes is None:
+        raise AssertionError("read for its cost")
+    return plan.keys, plan.addrs, plan.sizes, plan.block_ids, plan.chunks, plan.num_bytes
+
+
+def plan_rows(prompt: Prompt, rounds: int) -> list[Row]:
+    """The plan of a save, with rows prepared and on first use, in time and in memory."""
+    database, own = make_database(load("data")), make_database(ours)
+    keys, addrs, sizes, *rest = reference_save_plan(database, prompt)
+    expected = (keys, [tuple(row) for row in addrs], [tuple(row) for row in sizes], *rest)
+    if own_save_plan(own, prompt) != expected:
+        sys.exit("compare_reference: save plan: the answers differ, so their times mean nothing")
+
+    def first_use() -> object:
+        own.row_cache_bytes = own.row_cache_bytes  # drops every row, as registering again does
+        return own_save_plan(own, prompt)
+
+    def reference() -> object:
+        return reference_save_plan(database, prompt)
+
+    first = measure("save plan, first use", reference, first_use, rounds, bar=2.0)
+    warm = measure("save plan, rows prepared", reference, lambda: own_save_plan(own, prompt), rounds, bar=40.0)
+    reference_peak, own_peak = peak_mb(reference), peak_mb(lambda: own_save_plan(own, prompt))
+    peak = Row("peak memory of a warm plan, MB", reference_peak, own_peak, reference_peak / own_peak, 4.0)
+    return [warm, first, peak]
+
+
+def peak_mb(call: Callable[[], object]) -> float:
+    """The largest amount of memory that Python's allocators held for a call, in MB; Rust's is counted by the plan."""
+    gc.collect()
+    tracemalloc.start()
+    answer = call()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    del answer
+    return peak / 1e6
+
+
+def own_lookup(prompt: Prompt, key_prefixes: list[str], store: FixedStore) -> int:
+    """Tokens that `LookupPlan` finds."""
+    lookup = LookupPlan(NUM_TOKENS, prompt.hashes, [(key_prefixes, CacheGroup.full_attention(BLOCK_SIZE))], BLOCK_SIZE)
+    while keys := lookup.next_keys():
+        lookup.feed(store.batch_is_exist(keys))
+    return lookup.num_hit_tokens
+
+
+def lookup_row(name: str, prompt: Prompt, rounds: int, *, is_full: bool, bar: float) -> Row:
+    """The work around the store calls of a lookup over `NUM_NAMESPACES` rank namespaces."""
+    theirs = load("data")
+    metadata = theirs.KeyMetadata("meta-llama/Llama-3.1-8B", 0, 0, 0, 0)
+    key_prefixes = [theirs.PoolKey.build_prefix(metadata, tp_rank=rank) for rank in range(NUM_NAMESPACES)]
+    store = FixedStore(is_full)
+    reference = ReferenceLookup(make_database(theirs), key_prefixes, store)
+    return compare(
+        name,
+        lambda: reference(NUM_TOKENS, prompt.hashes),
+        lambda: own_lookup(prompt, key_prefixes, store),
+        rounds,
+        bar,
+    )
+
+
+def run(rounds: int) -> list[Row]:
+    """All rows of the table."""
+    prompt = Prompt()
+    return [
+        *seed_api_rows(prompt, rounds),
+        *plan_rows(prompt, rounds),
+        lookup_row("lookup, full hit, 8 namespaces", prompt, rounds, is_full=True, bar=2.5),
+        lookup_row("lookup, cold, 8 namespaces", prompt, rounds, is_full=False, bar=100),
+    ]
+
+
 def main() -> int:
     """Print the table; 1 when a bar is not met."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -165,7 +265,9 @@ def main() -> int:
     if args.rounds < MIN_ROUNDS:
         parser.error(f"--rounds {args.rounds}: a median of fewer than {MIN_ROUNDS} says little")
     rows = run(args.rounds)
-    print(f"{NUM_TOKENS:,} tokens, block {BLOCK_SIZE}, {NUM_REGIONS} regions; medians of {args.rounds}, in ms")
+    print(
+        f"{NUM_TOKENS:,} tokens, block {BLOCK_SIZE}, {NUM_REGIONS} regions; medians of {args.rounds}, ms where not said"
+    )
     print(f"{'':40} {'reference':>10} {'ours':>8} {'ratio':>7} {'at least':>9}")
     for row in rows:
         bar = "" if row.bar is None else f"{row.bar:9.1f}{'' if row.is_met else '  NOT MET'}"

@@ -6,6 +6,8 @@ import pytest
 
 from mooncrate.master import MasterProcess
 
+pytest.register_assert_rewrite("store_contract")  # before a test module imports it
+
 
 @pytest.fixture(scope="session")
 def master() -> Iterator[MasterProcess]:

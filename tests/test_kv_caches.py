@@ -166,6 +166,21 @@ def test_shared_slots_take_the_place_of_their_first_layer() -> None:
     assert layout.regions == (Region(slots.data_ptr(), 64, 64), Region(alone.data_ptr(), 16, 16))
 
 
+@pytest.mark.parametrize(
+    ("size", "stride", "start"),
+    [
+        (7, 10, 4),  # up to one byte into the other's next block
+        (3, 20, 4),  # touching in the first block only
+        (3, 10, 3),  # one byte in common
+    ],
+)
+def test_tensors_that_share_no_slots_are_not_merged(size: int, stride: int, start: int) -> None:
+    buffer = pattern(100)
+    one, other = buffer.as_strided((4, size), (stride, 1), start), buffer.as_strided((4, 4), (10, 1))
+    layout = describe_kv_caches({"one": one, "other": other}, 4, block_dim=0)
+    assert offsets(layout, buffer) == [(start, stride, size), (0, 10, 4)]
+
+
 def test_recurrent_states_are_two_tensors_per_layer() -> None:
     page = 4 * (3 * 12 + 2 * 8) + 48  # with padding
     buffer = pattern(30 * page).view(torch.float32)
@@ -276,6 +291,13 @@ def test_storages_that_are_the_same_memory_count_as_one() -> None:
     assert one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
     caches = {"a": one[:3200].view(100, 32), "b": other[3136:].view(100, 32)}
     assert describe_kv_caches(caches, 100).storages == (Storage(one.data_ptr(), 6400),)
+
+
+def test_storages_side_by_side_stay_two() -> None:
+    memory = bytearray(6400)
+    one, other = (torch.frombuffer(memory, dtype=torch.uint8, count=3200, offset=offset) for offset in (0, 3200))
+    layout = describe_kv_caches({"b": other.view(100, 32), "a": one.view(100, 32)}, 100)
+    assert layout.storages == (Storage(other.data_ptr(), 3200), Storage(one.data_ptr(), 3200))
 
 
 def test_groups_are_those_described_one_by_one() -> None:
@@ -504,6 +526,7 @@ def test_tensors_that_overlap_in_any_way_lose_no_byte(data: st.DataObject) -> No
     for block_id in range(num_blocks):
         wanted = {addr for view in views for addr in block_addrs(view, 0, block_id)}
         assert set(region_addrs(layout.regions, block_id)) == wanted
+    assert all(region.block_bytes <= region.block_stride for region in layout.regions)
     check_inside(layout.regions, layout.storages, num_blocks)
     assert layout == describe_kv_caches(caches, num_blocks, block_dim=0)
 

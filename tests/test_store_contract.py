@@ -11,10 +11,7 @@ from mooncrate.memory_store import MemoryStore
 from mooncrate.store import Store
 from mooncrate.store_faults import ManualClock
 from processes import wait_until
-
-pytest.register_assert_rewrite("store_contract")
-
-from store_contract import POOL_BYTES, Cluster, StoreContract  # noqa: E402 - rewritten from the line above on
+from store_contract import POOL_BYTES, Cluster, StoreContract
 
 EVICTION_TIMEOUT_SECONDS = 60.0
 
@@ -47,15 +44,12 @@ class MemoryCluster:
             self._clock.advance(1.0)
         raise TimeoutError("what the test waits for did not happen within a minute")
 
-    def close(self) -> None:
-        """Needs nothing."""
-
 
 class MooncakeCluster:
     """A real master, and clients over TCP on loopback."""
 
     def __init__(self, master: MasterProcess) -> None:
-        """Takes over a master that runs."""
+        """Uses a master that runs."""
         self._master = master
         self._stores: list[Store] = []
 
@@ -70,7 +64,8 @@ class MooncakeCluster:
         self._master.stop()
 
     def start_master(self) -> None:
-        """Starts it again, on the same port."""
+        """Starts another one, on the same port."""
+        self._master = MasterProcess(self._master.rpc_port, self._master.metrics_port)
         self._master.start()
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
@@ -82,22 +77,36 @@ class MooncakeCluster:
         for store in self._stores:
             store.close()
 
+    def stop(self) -> None:
+        """Closes the clients, and stops the master."""
+        self.close()
+        self._master.stop()
+
 
 @pytest.fixture(scope="module")
 def memory_cluster() -> Cluster:
     """One pool for the tests that leave others alone."""
-    cluster = MemoryCluster()
-    cluster.connect(POOL_BYTES)
-    return cluster
+    return MemoryCluster()
 
 
 @pytest.fixture(scope="module")
 def mooncake_cluster(master: MasterProcess) -> Iterator[Cluster]:
-    """The master of the whole run, and room of this module."""
+    """The same with the master of the whole run."""
     cluster = MooncakeCluster(master)
-    cluster.connect(POOL_BYTES)
     yield cluster
     cluster.close()
+
+
+@pytest.fixture(scope="module")
+def memory_store(memory_cluster: Cluster) -> Store:
+    """A client for many tests."""
+    return memory_cluster.connect(POOL_BYTES)
+
+
+@pytest.fixture(scope="module")
+def mooncake_store(mooncake_cluster: Cluster) -> Store:
+    """The same, because closing a real one takes a second."""
+    return mooncake_cluster.connect(POOL_BYTES)
 
 
 class TestMemoryStore(StoreContract):
@@ -107,6 +116,11 @@ class TestMemoryStore(StoreContract):
     def shared_cluster(self, memory_cluster: Cluster) -> Cluster:
         """Shared with other tests."""
         return memory_cluster
+
+    @pytest.fixture
+    def store(self, memory_store: Store) -> Store:
+        """Shared with other tests."""
+        return memory_store
 
     @pytest.fixture
     def cluster(self) -> Cluster:
@@ -123,9 +137,15 @@ class TestMooncake(StoreContract):
         return mooncake_cluster
 
     @pytest.fixture
+    def store(self, mooncake_store: Store) -> Store:
+        """Shared with other tests."""
+        return mooncake_store
+
+    @pytest.fixture
     def cluster(self) -> Iterator[Cluster]:
         """A master of the test's own."""
-        with MasterProcess() as master:
-            cluster = MooncakeCluster(master)
-            yield cluster
-            cluster.close()
+        master = MasterProcess()
+        master.start()
+        cluster = MooncakeCluster(master)
+        yield cluster
+        cluster.stop()

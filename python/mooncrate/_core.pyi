@@ -29,7 +29,7 @@ class BlobBlockHashes(Sequence[memoryview]):
     def __iter__(self) -> Iterator[memoryview]: ...
     def __reversed__(self) -> Iterator[memoryview]: ...
     def __contains__(self, value: object, /) -> bool: ...
-    def index(self, value: object, start: int = 0, stop: int | None = None) -> int: ...
+    def index(self, value: object, start: SupportsIndex = 0, stop: SupportsIndex | None = None) -> int: ...
     def count(self, value: object) -> int: ...
 
 @final
@@ -52,7 +52,7 @@ class _CompactChunkHashList(Sequence[bytes | memoryview]):
     def __iter__(self) -> Iterator[bytes | memoryview]: ...
     def __reversed__(self) -> Iterator[bytes | memoryview]: ...
     def __contains__(self, value: object, /) -> bool: ...
-    def index(self, value: object, start: int = 0, stop: int | None = None) -> int: ...
+    def index(self, value: object, start: SupportsIndex = 0, stop: SupportsIndex | None = None) -> int: ...
     def count(self, value: object) -> int: ...
 
 class _Region(Protocol):
@@ -78,11 +78,10 @@ class ChunkGrid:
         self,
         token_len: SupportsIndex,
         block_hashes: Sequence[bytes | memoryview],
-        mask_num: int = 0,
-        *,
-        chunk_mask: Sequence[bool] | None = None,
-        put_step: int = 1,
-        put_step_rank: int = 0,
+        mask_num: SupportsIndex,
+        chunk_mask: Sequence[bool] | None,
+        put_step: SupportsIndex,
+        put_step_rank: SupportsIndex,
     ) -> Iterator[tuple[int, int, bytes | memoryview]]: ...
 
 @final
@@ -149,17 +148,23 @@ def plan(
     token_len: SupportsIndex,
     block_hashes: Sequence[bytes | memoryview],
     block_ids: Sequence[int],
-    mask_num: int,
+    mask_num: SupportsIndex,
     chunk_mask: Sequence[bool] | None,
-    put_step: int,
-    put_step_rank: int,
+    put_step: SupportsIndex,
+    put_step_rank: SupportsIndex,
     null_block_id: int | None,
 ) -> TransferPlan: ...
 def chunk_hashes_for_block_size(
     block_hashes: Sequence[bytes | memoryview], hash_block_size: int, block_size: int
 ) -> Sequence[bytes | memoryview]: ...
 def build_prefix(
-    cache_prefix: str, model_name: str, tp_rank: int, pcp_rank: int, dcp_rank: int, pp_rank: int, group_id: int
+    cache_prefix: str,
+    model_name: str,
+    tp_rank: SupportsIndex,
+    pcp_rank: SupportsIndex,
+    dcp_rank: SupportsIndex,
+    pp_rank: SupportsIndex,
+    group_id: SupportsIndex,
 ) -> str: ...
 def build_key_string(key_prefix: str, chunk_hash: str) -> str: ...
 def key_for(key_prefix: str, chunk_hash: bytes | memoryview) -> str: ...

@@ -19,19 +19,28 @@ a ``put_step_rank`` outside ``0..put_step``:              nobody would save the 
 ``LayoutError``                                           say so
 an address or size past 64 bits: ``AddressOverflowError`` a wrapped address moves somebody else's bytes
 (``OverflowError``); so is any number past 64 bits
-addresses are unsigned: 2**63 and above work              the reference converts to signed 64-bit and fails
+addresses are unsigned: 2**63 and above work, below 0 is  the reference converts to signed 64-bit: it fails above, and
+an ``AddressOverflowError``                               takes what lies below
 ``PoolKey`` and ``KeyMetadata`` have a total order        the reference raises ``TypeError`` between different metadata
-``BlobBlockHashes`` takes any contiguous buffer and       with ``bytes`` the reference copies each hash; a strided
-gives ``memoryview`` items; a strided one: ``LayoutError``  buffer has no flat hashes
+``BlobBlockHashes`` reads any contiguous buffer as bytes  with ``bytes`` the reference copies each hash, and it counts
+and gives ``memoryview`` items; a strided one:            items where the buffer has wider ones; a strided buffer has
+``LayoutError``; anything else: ``TypeError``             no flat hashes
 ``_CompactChunkHashList`` counts negative indexes from    the reference gives the hash of a ragged tail, which names no
-its own end, and takes any integer type as an index       chunk
+its own end                                               chunk
+both views take any integer type as an index, and what    the reference takes some: a numpy integer or a float past the
+is no integer is a ``TypeError``                          end is one error or another
+both views are final, and cannot be changed or copied     they are fixed when made, so that no check is ever repeated
 ``ReqMeta.block_ids`` and ``token_ids``, and the sets of  the reference shares them with the scheduler, whose later
 ``MooncakeStoreConnectorMetadata``, are snapshots         changes reach requests in flight
 ``kv_caches_base_addr`` and ``block_len`` are snapshots;  addresses in use do not change under a running transfer
 reading them gives a new list
 ``block_size`` and ``hash_block_size`` are read-only      keys and addresses of one database belong to one grid
 a name with lone surrogates: ``UnicodeEncodeError``       the store could not take such a key
-ranks and group ids have to be integers                   the reference prints whatever it is given into the key
+names and the parts of a key have to be ``str``; ranks    the reference prints whatever it is given into the key, and
+and groups, tokens, block ids and addresses integers      cuts off the fraction of an address
+numbers in results are ``int``, and a bool rank prints    numpy and bool types reach results and keys of the reference
+as one
+``MooncakeStoreConnectorMetadata`` has no base class      the reference's is vLLM's
 ========================================================  =============================================================
 """
 
@@ -329,14 +338,7 @@ class ChunkedTokenDatabase:
                 hashes than it needs.
             LayoutError: ``put_step_rank`` is not in ``0..put_step``.
         """
-        return self._grid.process_tokens(
-            token_len,
-            block_hashes,
-            mask_num,
-            chunk_mask=chunk_mask,
-            put_step=put_step,
-            put_step_rank=put_step_rank,
-        )
+        return self._grid.process_tokens(token_len, block_hashes, mask_num, chunk_mask, put_step, put_step_rank)
 
     def plan(
         self,

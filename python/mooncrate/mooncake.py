@@ -12,7 +12,7 @@ from importlib import metadata
 from types import ModuleType
 
 from mooncrate.errors import StoreError
-from mooncrate.store import GuardedStore, describe
+from mooncrate.store import TCP_ADDRS_IN_FLIGHT, GuardedStore, Transport, describe
 
 DISTRIBUTIONS = (
     "mooncake-transfer-engine",
@@ -27,9 +27,10 @@ INSTALL_HINT = (
 )
 DEBIAN_PACKAGES = ("libibverbs1", "librdmacm1", "libnuma1")
 
+QUEUE_VARIABLE = "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER"
 ENVIRONMENT_DEFAULTS = {
     # Over TCP a batch with more addresses than the queue holds waits for 60 s, then nearly all its keys fail with -800.
-    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+    QUEUE_VARIABLE: "65535",
     # Warnings and worse. 0.3.13.post1 heeds the second alone; the first is glog's own, for builds that initialise it.
     "GLOG_minloglevel": "1",
     "MC_LOG_LEVEL": "WARNING",
@@ -120,7 +121,7 @@ def connect(
             f"the installed Mooncake knows no tenants, so {tenant_id!r} cannot be kept apart: install a newer one"
         )
     _check_reachable(master_address)
-    store = GuardedStore(module.MooncakeDistributedStore())
+    store = GuardedStore(module.MooncakeDistributedStore(), transport=_transport(protocol))
     arguments = (host, metadata_server, segment_bytes, local_buffer_bytes, protocol, devices, master_address)
     code = store.setup(*arguments, **options)
     if code != 0:
@@ -130,6 +131,17 @@ def connect(
             "free"
         )
     return store
+
+
+def _transport(protocol: str) -> Transport:
+    """Returns what a client takes that is made now: the environment is read then, and never again."""
+    max_addrs_in_flight = None
+    if protocol == "tcp":
+        queued = os.environ.get(QUEUE_VARIABLE, "")
+        # The variable counts one of the two queues; what a longer one adds beyond its own length was not measured.
+        length = int(queued) if queued.isdecimal() else 1024
+        max_addrs_in_flight = length if length >= TCP_ADDRS_IN_FLIGHT else min(length + 1024, TCP_ADDRS_IN_FLIGHT)
+    return Transport(max_addrs_in_flight, has_device_memory=not _installed_wheel()[0].endswith("-non-cuda"))
 
 
 def _import_store() -> ModuleType:

@@ -1,6 +1,5 @@
 """Sizes of memory as people write them, ``"4GB"`` or ``"1.5 GiB"``, to bytes; in whole numbers from end to end."""
 
-import math
 import re
 from decimal import Decimal
 from typing import Final
@@ -43,7 +42,7 @@ def parse_size(value: object) -> int:
         size = _parse_text(value)
     elif isinstance(value, bool) or not isinstance(value, int | float | Decimal):
         raise ConfigError(f"{value!r} is not a size: a {type(value).__name__} where bytes are needed")
-    elif not math.isfinite(value):
+    elif not isinstance(value, int) and not Decimal(value).is_finite():
         raise ConfigError(f"{show(value)} is not a size: it is not finite")
     else:
         # Compared before it becomes an int: the Decimal 1e999999999 would fill all memory.
@@ -67,5 +66,7 @@ def _parse_text(text: str) -> int:
 
 def show(value: object) -> str:
     """Returns a value for a message: as it would be written, and never more than a line of it."""
+    if isinstance(value, int) and value.bit_length() > 1024:
+        return f"an integer of {value.bit_length()} bits"  # Python refuses to write out the largest ones
     text = str(value) if isinstance(value, Decimal) else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -10,11 +10,14 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Final, Protocol, Self
 
 from mooncrate.errors import StoreError
 
+TCP_ADDRS_IN_FLIGHT: Final = 2048
+"""Over TCP, unless the queue was made longer before the client was made: 1,024 that are queued, 1,024 that wait."""
 CLOSE_TIMEOUT_SECONDS = 90.0
 """How long `GuardedStore.close` waits for calls in flight: a TCP batch over the limit takes 60 s to give up."""
 
@@ -146,6 +149,20 @@ class _State(enum.Enum):
     CLOSED = "after close(): connect again"
 
 
+@dataclass(frozen=True)
+class Transport:
+    """What the way between this process and the memory of the pool takes."""
+
+    max_addrs_in_flight: int | None = TCP_ADDRS_IN_FLIGHT
+    """Addresses in flight per peer over all threads of the process; None for no limit. One too many, and over TCP
+    nearly all of a batch fails after a minute."""
+    has_device_memory: bool = True
+    """Whether it moves the memory of accelerators."""
+
+
+UNKNOWN_TRANSPORT: Final = Transport()
+
+
 class GuardedStore:
     """A store that answers calls which must not reach the library with `StoreError`. Safe to use from many threads.
 
@@ -156,13 +173,15 @@ class GuardedStore:
     handlers crash; leave through ``os._exit``, as `multiprocessing` does.
     """
 
-    def __init__(self, raw: Store, *, is_set_up: bool = False) -> None:
+    def __init__(self, raw: Store, *, is_set_up: bool = False, transport: Transport = UNKNOWN_TRANSPORT) -> None:
         """Wraps a store.
 
         Args:
             raw: The store itself; nobody else should hold it.
             is_set_up: Whether ``raw`` can be used as it is. If not, `setup` must come first.
+            transport: What the way to the pool takes; if not given, what every way takes.
         """
+        self.transport: Final = transport
         self._raw: Store | None = raw
         self._pid = os.getpid()
         self._changed = threading.Condition()  # on an RLock: a signal handler may close while its own thread holds it
@@ -324,3 +343,26 @@ class GuardedStore:
                 self._num_calls -= 1
                 if not self._num_calls:
                     self._changed.notify_all()
+
+
+def borrow(store: Store) -> GuardedStore:
+    """Returns a guard for a store that stays the caller's: closing it refuses calls, and leaves the store open."""
+    transport = getattr(store, "transport", None)
+    raw: Any = _Borrowed(store)
+    return GuardedStore(
+        raw, is_set_up=True, transport=transport if isinstance(transport, Transport) else UNKNOWN_TRANSPORT
+    )
+
+
+class _Borrowed:
+    """A store of somebody else's: everything but ``close`` goes through."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._store, name)
+
+    def close(self) -> int:
+        """Leaves it open."""
+        return 0

@@ -162,6 +162,15 @@ impl Plan {
         })
     }
 
+    /// Tokens and block of each chunk and the position of its part, in order, without hash and key.
+    #[must_use]
+    pub fn chunks(&self) -> impl ExactSizeIterator<Item = (usize, PlannedChunk)> + Clone {
+        self.picks.iter().map(|pick| {
+            let part_index = pick.part as usize;
+            (part_index, self.parts[part_index].chunks[pick.chunk as usize])
+        })
+    }
+
     /// Bytes of all chunks in all their regions.
     ///
     /// # Errors

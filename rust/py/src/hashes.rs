@@ -14,7 +14,7 @@ use pyo3::types::{PyBytes, PyList, PyMemoryView, PySlice};
 use pyo3::{PyTraverseError, PyVisit, intern};
 
 use crate::errors::{LayoutError, extract_i64, to_py};
-use crate::sequence::{self, PyHashIterator, View};
+use crate::sequence::{self, PyHashIterator, View, search_bound};
 
 /// Lazy view over a flat buffer of fixed-size block hashes.
 ///
@@ -66,7 +66,12 @@ impl PyBlobBlockHashes {
 
     /// Return the first index of `value` in `start..stop`. Raises ValueError when it is not there.
     #[pyo3(signature = (value, start=0, stop=None))]
-    fn index(&self, value: &Bound<'_, PyAny>, start: i64, stop: Option<i64>) -> PyResult<usize> {
+    fn index(
+        &self,
+        value: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = search_bound)] start: i64,
+        stop: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<usize> {
         sequence::index(self, value, start, stop)
     }
 
@@ -312,7 +317,12 @@ impl PyCompactChunkHashList {
 
     /// Return the first index of `value` in `start..stop`. Raises ValueError when it is not there.
     #[pyo3(signature = (value, start=0, stop=None))]
-    fn index(&self, value: &Bound<'_, PyAny>, start: i64, stop: Option<i64>) -> PyResult<usize> {
+    fn index(
+        &self,
+        value: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = search_bound)] start: i64,
+        stop: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<usize> {
         sequence::index(self, value, start, stop)
     }
 

@@ -5,6 +5,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyString, PyStringMethods};
 use pyo3::{Borrowed, intern};
 
+use crate::errors::extract_i64;
 use crate::hashes::{BlobReader, PyBlobBlockHashes};
 
 /// The part of a key that all chunks of a rank and KV cache group share.
@@ -12,13 +13,21 @@ use crate::hashes::{BlobReader, PyBlobBlockHashes};
 pub(crate) fn build_prefix(
     cache_prefix: &str,
     model_name: &str,
-    tp_rank: i64,
-    pcp_rank: i64,
-    dcp_rank: i64,
-    pp_rank: i64,
-    group_id: i64,
-) -> String {
-    keys::build_prefix(&KeyFields { cache_prefix, model_name, tp_rank, pcp_rank, dcp_rank, pp_rank, group_id })
+    tp_rank: &Bound<'_, PyAny>,
+    pcp_rank: &Bound<'_, PyAny>,
+    dcp_rank: &Bound<'_, PyAny>,
+    pp_rank: &Bound<'_, PyAny>,
+    group_id: &Bound<'_, PyAny>,
+) -> PyResult<String> {
+    Ok(keys::build_prefix(&KeyFields {
+        cache_prefix,
+        model_name,
+        tp_rank: extract_i64(tp_rank, "tp_rank")?,
+        pcp_rank: extract_i64(pcp_rank, "pcp_rank")?,
+        dcp_rank: extract_i64(dcp_rank, "dcp_rank")?,
+        pp_rank: extract_i64(pp_rank, "pp_rank")?,
+        group_id: extract_i64(group_id, "group_id")?,
+    }))
 }
 
 /// A key from its prefix and the hex text of a chunk hash.

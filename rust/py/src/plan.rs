@@ -14,8 +14,8 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBytes, PyList, PyString, PyTuple};
 use pyo3::{PyTraverseError, PyVisit};
 
-use crate::chunks::PyChunkGrid;
-use crate::errors::{LayoutError, extract_i64, to_py};
+use crate::chunks::{PyChunkGrid, selection};
+use crate::errors::{LayoutError, to_py};
 use crate::hashes::HashSource;
 use crate::lookup::extract_presence;
 use crate::regions::{BlockTable, PyRegionTable};
@@ -62,22 +62,19 @@ pub(crate) fn plan<'py>(
     token_len: &Bound<'py, PyAny>,
     block_hashes: Bound<'py, PyAny>,
     block_ids: &Bound<'py, PyAny>,
-    mask_num: i64,
+    mask_num: &Bound<'py, PyAny>,
     chunk_mask: Option<&Bound<'py, PyAny>>,
-    put_step: i64,
-    put_step_rank: i64,
+    put_step: &Bound<'py, PyAny>,
+    put_step_rank: &Bound<'py, PyAny>,
     null_block_id: Option<i64>,
 ) -> PyResult<PyTransferPlan> {
     let py = regions.py();
     let table = regions.get().table();
     let hashes = HashSource::new(block_hashes);
     let selection = ChunkSelection {
-        token_len: extract_i64(token_len, "token_len")?,
         num_hashes: hashes.num_hashes(py)?,
-        mask_num,
         mask_len: chunk_mask.map(PyAnyMethods::len).transpose()?,
-        put_step,
-        put_step_rank,
+        ..selection([token_len, mask_num, put_step, put_step_rank])?
     };
     let chunk_grid = *grid.get().grid();
     let chunks = chunk_grid.chunks(&selection).map_err(to_py)?;
@@ -140,14 +137,14 @@ impl PyTransferPlan {
         made_once(&self.sizes, py, || {
             let rows = self.origins.iter().map(|origin| origin.regions.get().size_row(py));
             let rows = rows.collect::<PyResult<Vec<_>>>()?;
-            PyList::new(py, self.plan.iter().map(|item| &rows[item.part_index]))
+            PyList::new(py, self.plan.chunks().map(|(part_index, _)| &rows[part_index]))
         })
     }
 
     /// The block of each chunk.
     #[getter]
     fn block_ids<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        made_once(&self.block_ids, py, || PyList::new(py, self.plan.iter().map(|item| item.chunk.block_id)))
+        made_once(&self.block_ids, py, || PyList::new(py, self.plan.chunks().map(|(_, chunk)| chunk.block_id)))
     }
 
     /// `(token_start, token_end)` of each chunk.
@@ -274,15 +271,19 @@ impl PyTransferPlan {
     fn by_part<'py>(
         &self,
         py: Python<'py>,
-        make: impl Fn(&Origin, &[PlannedChunk]) -> PyResult<Vec<Bound<'py, PyTuple>>>,
+        make: impl Fn(&Origin, &[PlannedChunk]) -> PyResult<Vec<Option<Bound<'py, PyTuple>>>>,
     ) -> PyResult<Bound<'py, PyList>> {
+        if let [origin] = &*self.origins {
+            let chunks: Vec<_> = self.plan.chunks().map(|(_, chunk)| chunk).collect();
+            return PyList::new(py, make(origin, &chunks)?);
+        }
         let mut parts = Vec::with_capacity(self.origins.len());
         for (index, origin) in self.origins.iter().enumerate() {
-            let own = self.plan.iter().filter(|item| item.part_index == index).map(|item| item.chunk);
+            let own = self.plan.chunks().filter(|(part_index, _)| *part_index == index).map(|(_, chunk)| chunk);
             parts.push(make(origin, &own.collect::<Vec<_>>())?.into_iter());
         }
         // Each part gave as many tuples as it has chunks, so none runs out.
-        let tuples: Vec<_> = self.plan.iter().filter_map(|item| parts[item.part_index].next()).collect();
+        let tuples: Vec<_> = self.plan.chunks().filter_map(|(part_index, _)| parts[part_index].next()).collect();
         PyList::new(py, tuples)
     }
 }

@@ -106,7 +106,7 @@ impl PyRegionTable {
         &self,
         py: Python<'py>,
         block_ids: impl ExactSizeIterator<Item = i64> + Clone,
-    ) -> PyResult<Vec<Bound<'py, PyTuple>>> {
+    ) -> PyResult<Vec<Option<Bound<'py, PyTuple>>>> {
         let mut addrs = Vec::with_capacity(self.table.regions().len());
         self.rows.get(py, block_ids, |block_id| {
             addrs.clear();

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use mooncrate_core::hashes::resolve_index;
-use pyo3::exceptions::{PyIndexError, PyTypeError, PyValueError};
+use pyo3::exceptions::{PyIndexError, PyOverflowError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PySlice};
 use pyo3::{PyTraverseError, PyVisit};
@@ -33,8 +33,8 @@ pub(crate) fn getitem<'py>(view: &impl View, index: &Bound<'py, PyAny>) -> PyRes
     let outside = || PyIndexError::new_err(format!("hash {index} of {len}"));
     let position = match index.extract::<i64>() {
         Ok(position) => position,
-        Err(error) if error.is_instance_of::<PyTypeError>(py) => return Err(error),
-        Err(_) => return Err(outside()),
+        Err(error) if error.is_instance_of::<PyOverflowError>(py) => return Err(outside()),
+        Err(error) => return Err(error),
     };
     view.item(py, resolve_index(position, len).ok_or_else(outside)?)
 }
@@ -45,11 +45,26 @@ pub(crate) fn contains(view: &impl View, value: &Bound<'_, PyAny>) -> PyResult<b
     Ok(find(view, value, 0..len)?.is_some())
 }
 
+/// An end of a range to search: any integer, those past 64 bits as the nearest one.
+pub(crate) fn search_bound(value: &Bound<'_, PyAny>) -> PyResult<i64> {
+    match value.extract::<i64>() {
+        Err(error) if error.is_instance_of::<PyOverflowError>(value.py()) => {
+            Ok(if value.lt(0)? { i64::MIN } else { i64::MAX })
+        }
+        extracted => extracted,
+    }
+}
+
 /// `view.index(value, start, stop)`.
-pub(crate) fn index(view: &impl View, value: &Bound<'_, PyAny>, start: i64, stop: Option<i64>) -> PyResult<usize> {
+pub(crate) fn index(
+    view: &impl View,
+    value: &Bound<'_, PyAny>,
+    start: i64,
+    stop: Option<&Bound<'_, PyAny>>,
+) -> PyResult<usize> {
     let len = view.num_items(value.py())?;
     let clamp = |index: i64| resolve_index(index, len).unwrap_or(if index < 0 { 0 } else { len });
-    let range = clamp(start)..stop.map_or(len, clamp);
+    let range = clamp(start)..stop.map(search_bound).transpose()?.map_or(len, clamp);
     find(view, value, range)?.ok_or_else(|| PyValueError::new_err(format!("not among the {len} hashes")))
 }
 
