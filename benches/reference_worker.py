@@ -45,6 +45,14 @@ class FixedStore:
         self.num_keys += len(keys)
         return [0] * len(keys)
 
+    def register_buffer(self, _address: int, _num_bytes: int) -> int:
+        """Success."""
+        return 0
+
+    def unregister_buffer(self, _address: int) -> int:
+        """Success."""
+        return 0
+
 
 def make_coordinator(block_size: int) -> tuple[Any, list[Any]]:
     """Make vLLM's coordinator for one full-attention group, and the group."""
