@@ -11,23 +11,22 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from mooncrate import mooncake
-from mooncrate.data import BlobBlockHashes
+from mooncrate import CacheGroup, KVPool, StoreConfig, mooncake
+from mooncrate.data import BlobBlockHashes, LoadSpec, ReqMeta
 from mooncrate.demo.kv_cache import PagedKVCache
 from mooncrate.demo.settings import Settings
-from mooncrate.errors import StoreError
-from mooncrate.store import GuardedStore, describe
+from mooncrate.errors import MooncrateError, StoreError
+from mooncrate.store import describe
 
-MAX_ADDRESSES: Final = 2048
-"""Addresses per call. More of them in flight stall over TCP unless the limit of its queue could be raised."""
 LOCAL_BUFFER_BYTES: Final = 16 << 20
+NO_NULL_BLOCK: Final = -1
+"""This engine hands out every block, also the first one."""
 
 
 class Engine:
-    """Tensors, a store client, and the two jobs."""
+    """Tensors, a pool, and the two jobs."""
 
     def __init__(self, settings: Settings) -> None:
         """Allocates, connects and registers.
@@ -35,83 +34,82 @@ class Engine:
         Raises:
             StoreError: No client, a device that the wheel cannot reach, or a refused registration.
         """
-        self._workload = settings.workload
-        self._block_ids = self._workload.block_ids(settings.name)
-        self.cache = PagedKVCache(self._workload, self._block_ids, _choose_device(settings.device))
+        workload = self._workload = settings.workload
+        self._block_ids = workload.block_ids(settings.name)
+        self.cache = PagedKVCache(workload, self._block_ids, _choose_device(settings.device))
         if settings.is_saving:
             self.cache.fill()
         if settings.is_tampering:
             self.cache.flip_byte()
-        self._store = mooncake.connect(
-            settings.master_address, segment_bytes=settings.segment_bytes, local_buffer_bytes=LOCAL_BUFFER_BYTES
+        self._pool = KVPool.open(
+            _store_config(settings),
+            model_name="mooncrate-demo",
+            groups=[CacheGroup.full_attention(workload.block_size)],
+            null_block_id=NO_NULL_BLOCK,
         )
-        self._database = self._workload.database()
-        self._database.set_kv_caches_base_addr([layer.data_ptr() for layer in self.cache.layers])
-        self._database.set_block_len([self._workload.block_bytes])
-        self._register(self._store)
+        layers = {f"layer{number}": layer for number, layer in enumerate(self.cache.layers)}
+        self._pool.register_kv_caches(layers, workload.num_blocks, block_dim=0)
 
     def save(self) -> dict[str, Any]:
-        """Puts what the store does not have.
+        """Saves what the pool does not have.
 
         Raises:
-            StoreError: A chunk could not be put.
+            StoreError: A chunk could not be saved.
         """
         hashes = self._workload.block_hashes()
         start = time.perf_counter()
-        chunks, keys = self._chunks(hashes)
-        missing = [index for index, answer in enumerate(self._exists(keys)) if answer != 1]
-        keys = [keys[index] for index in missing]
-        addrs, sizes, _ = self._database.prepare_values([chunks[index] for index in missing], self._block_ids)
-        for part in self._batches(len(keys)):
-            codes = self._store.batch_put_from_multi_buffers(keys[part], addrs[part], sizes[part])
-            _check("put", keys[part], codes, expected=0)
-        return {"num_chunks": len(keys), "seconds": time.perf_counter() - start}
+        request = ReqMeta("prompt", self._workload.cached_tokens, (self._block_ids,), hashes)
+        result = self._pool.save(request).result()
+        seconds = time.perf_counter() - start
+        if not result.is_complete:
+            first = (
+                f", chunk {result.failed[0].chunk_id} with {describe(result.failed[0].code)}" if result.failed else ""
+            )
+            raise StoreError(
+                f"{len(result.failed)} of {result.num_chunks} chunks were not saved{first}"
+            ) from result.error
+        return {"num_chunks": result.num_saved, "seconds": seconds}
 
     def load(self) -> dict[str, Any]:
-        """Finds the prefix in the store, gets it, and compares every byte.
+        """Finds the prefix in the pool, loads it, and compares every byte.
 
         Raises:
-            StoreError: A chunk that was found could not be got in full.
+            StoreError: A chunk that was found could not be loaded in full.
         """
-        hashes = BlobBlockHashes(memoryview(b"".join(self._workload.block_hashes())), 32)
+        workload = self._workload
+        hashes = BlobBlockHashes(b"".join(workload.block_hashes()), 32)
         start = time.perf_counter()
-        chunks, keys = self._chunks(hashes)
-        num_found = _prefix_len(self._exists(keys))
-        keys = keys[:num_found]
-        addrs, sizes, _ = self._database.prepare_values(chunks[:num_found], self._block_ids)
-        for part in self._batches(num_found):
-            codes = self._store.batch_get_into_multi_buffers(keys[part], addrs[part], sizes[part])
-            _check("get", keys[part], codes, expected=self._workload.row_bytes)
+        # As with one more token than is cached: the last one of a prompt is never found.
+        num_tokens = self._pool.lookup(workload.cached_tokens + 1, hashes)
+        if num_tokens:
+            request = ReqMeta("prompt", 0, (self._block_ids,), hashes, load_spec=LoadSpec(0, num_tokens, can_load=True))
+            result = self._pool.load(request).result()
+            if not result.is_complete:
+                codes = ", ".join(f"{count} with {describe(code)}" for code, count in result.codes.items())
+                num_failed = len(result.failed_block_ids[0])
+                raise StoreError(f"{num_failed} of {num_tokens // workload.block_size} chunks were not loaded: {codes}")
         self.cache.synchronize()
         seconds = time.perf_counter() - start
-        wrong = self.cache.find_wrong_byte() if num_found == len(chunks) else None
+        wrong = self.cache.find_wrong_byte() if num_tokens == workload.cached_tokens else None
+        num_found = num_tokens // workload.block_size
         return {"num_found": num_found, "seconds": seconds, "wrong": str(wrong) if wrong else ""}
 
     def close(self) -> None:
-        """Closes the client; the tensors go after it, because it may still touch them."""
-        self._store.close()
+        """Closes the pool; the tensors go after it, because it may still touch them."""
+        self._pool.close()
 
-    def _register(self, store: GuardedStore) -> None:
-        for layer in self.cache.layers:
-            code = store.register_buffer(layer.data_ptr(), layer.nbytes)
-            if code != 0:
-                raise StoreError(f"registering {layer.nbytes} bytes of {self.cache.device} failed: {describe(code)}")
 
-    def _chunks(self, hashes: Sequence[bytes | memoryview]) -> tuple[list[tuple[int, int]], list[str]]:
-        """Returns ``(token_start, token_end)`` of each chunk of the prompt, and its key."""
-        chunks = list(self._database.process_tokens(self._workload.cached_tokens, hashes))
-        keys = self._database.keys_for([chunk_hash for _, _, chunk_hash in chunks])
-        return [(token_start, token_end) for token_start, token_end, _ in chunks], keys
-
-    def _exists(self, keys: list[str]) -> list[int]:
-        answers = self._store.batch_is_exist(keys)
-        if len(answers) != len(keys) or min(answers) < 0:
-            raise StoreError(f"exists failed for {len(keys)} keys: {sum(answer < 0 for answer in answers)} errors")
-        return answers
-
-    def _batches(self, num_chunks: int) -> Iterator[slice]:
-        step = max(1, MAX_ADDRESSES // self._workload.num_layers)
-        return (slice(start, start + step) for start in range(0, num_chunks, step))
+def _store_config(settings: Settings) -> StoreConfig:
+    return StoreConfig.from_mapping(
+        {
+            "master_server_address": settings.master_address,
+            "protocol": "tcp",
+            "mode": "embedded" if settings.segment_bytes else "standalone-store",
+            "global_segment_size": settings.segment_bytes,
+            "local_buffer_size": LOCAL_BUFFER_BYTES,
+        },
+        source=f"engine {settings.name}",
+    )
 
 
 def _choose_device(device: str) -> str:
@@ -122,20 +120,6 @@ def _choose_device(device: str) -> str:
     if device.startswith("cuda"):
         raise StoreError(f"{wheel.distribution} cannot move CUDA memory: install the wheel for your CUDA version")
     return "cpu"
-
-
-def _prefix_len(exists: Sequence[int]) -> int:
-    return next((index for index, answer in enumerate(exists) if answer != 1), len(exists))
-
-
-def _check(call: str, keys: list[str], codes: list[int], *, expected: int) -> None:
-    """Takes a batch for done only if every key got the expected answer; a short list is a failure, too."""
-    if len(codes) != len(keys):
-        raise StoreError(f"{call} gave {len(codes)} answers for {len(keys)} keys")
-    for key, code in zip(keys, codes, strict=True):
-        if code != expected:
-            answer = describe(code) if code < 0 else f"{code} instead of {expected}"
-            raise StoreError(f"{call} of {key} answered {answer}")
 
 
 def _read_commands(commands: "queue.SimpleQueue[str]") -> None:
@@ -172,7 +156,7 @@ def main(settings: Settings) -> None:
     except Exception as error:  # the one place where a failure becomes the demo's message
         traceback.print_exc()
         text = str(error).strip().partition("\n")[0]
-        answer("failed", message=text if isinstance(error, StoreError) else f"{type(error).__name__}: {text}")
+        answer("failed", message=text if isinstance(error, MooncrateError) else f"{type(error).__name__}: {text}")
         os._exit(1)
     os._exit(0)  # past the library's exit handlers and whatever its threads still do
 

@@ -9,8 +9,6 @@ import struct
 from dataclasses import dataclass
 from typing import Final
 
-from mooncrate.data import ChunkedTokenDatabase, KeyMetadata
-
 PERIOD: Final = 251
 """Bytes after which the pattern of a block repeats: prime, so that no power of two falls on the same byte."""
 VOCABULARY: Final = 32_000
@@ -82,8 +80,3 @@ class Workload:
         rest, c = divmod(index, PERIOD)
         a, b = divmod(rest, PERIOD - 1)
         return a, b + 1, c
-
-    def database(self) -> ChunkedTokenDatabase:
-        """Returns the database that both engines name their chunks with."""
-        metadata = KeyMetadata("mooncrate-demo", tp_rank=0, pcp_rank=0, dcp_rank=0, pp_rank=0)
-        return ChunkedTokenDatabase(metadata, self.block_size)
