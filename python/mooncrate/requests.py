@@ -109,7 +109,7 @@ class ReqMeta:
     req_id: str
     token_len_chunk: int
     block_ids: tuple[list[int], ...]
-    block_hashes: Sequence[bytes]
+    block_hashes: Sequence[bytes | memoryview]
 
     can_save: bool | None = None
     load_spec: LoadSpec | None = None
@@ -126,7 +126,7 @@ class ReqMeta:
         block_size: int,
         load_spec: LoadSpec | None = None,
         skip_save: bool | None = False,
-        block_hashes: Sequence[bytes] | None = None,
+        block_hashes: Sequence[bytes | memoryview] | None = None,
         is_last_chunk: bool | None = None,
     ) -> ReqMeta | None:
         """Decide what this step saves or loads, and take a snapshot for it.

@@ -1,0 +1,239 @@
+"""Jobs, and the threads that work on them: bounded queues, one place for exceptions, and an end for every job.
+
+A job is a future and the work behind it. It is known by itself, never by the name of the request that it is for: a
+request that was preempted and resumed has several. Whoever ends a job first decides how; nobody does it twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
+
+from mooncrate.errors import StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+_job_ids: Final = itertools.count(1)
+
+
+def settle(future: Future[Result], result: Result | None = None, error: BaseException | None = None) -> bool:
+    """Ends a future unless it has ended; returns whether this did it."""
+    try:
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+    except InvalidStateError:
+        return False
+    return True
+
+
+class Job(Generic[Result]):
+    """Something to do once.
+
+    Attributes:
+        job_id: Its number, unique in this process.
+        name: For messages.
+        future: Ends when the job does.
+    """
+
+    def __init__(self, name: str, work: Callable[[], Result]) -> None:
+        """Describes a job; ``work`` runs in a worker's thread."""
+        self.job_id: Final = next(_job_ids)
+        self.name: Final = name
+        self.future: Final[Future[Result]] = Future()
+        self._work = work
+
+    def run(self) -> Result:
+        """Works; ending the future is for the caller.
+
+        Raises:
+            CancelledError: Somebody cancelled the job before it began.
+        """
+        if not self.future.set_running_or_notify_cancel():
+            raise CancelledError
+        return self._work()
+
+
+class Workers(Generic[Result]):
+    """Threads that run jobs of one kind in the order in which they came, from a queue that does not grow.
+
+    An exception ends the job that raised it, with its traceback, and the thread goes on. A thread that is gone all the
+    same (``SystemExit`` in somebody's callback) ends the jobs that wait, and shows at the next `offer` or `put`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        num_threads: int,
+        max_queued: int,
+        on_end: Callable[[Future[Result]], None] = lambda _: None,
+    ) -> None:
+        """Makes workers; threads start with the first job.
+
+        Args:
+            name: Of the threads, and for messages.
+            num_threads: Threads.
+            max_queued: Jobs that wait at most, beside those that run.
+            on_end: Is called for every job that ended, in the thread that ended it.
+        """
+        self.name: Final = name
+        self._num_threads = num_threads
+        self._max_queued = max_queued
+        self._on_end = on_end
+        self._changed = threading.Condition()
+        self._queue: deque[Job[Result]] = deque()
+        self._unfinished: dict[int, Job[Result]] = {}
+        self._threads: list[threading.Thread] = []
+        self._is_closed = False
+        self._cause_of_death: BaseException | None = None
+
+    @property
+    def num_queued(self) -> int:
+        """Jobs that wait."""
+        return len(self._queue)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Jobs that wait or run."""
+        return len(self._unfinished)
+
+    def offer(self, job: Job[Result]) -> bool:
+        """Queues a job if there is room; returns whether there was.
+
+        Raises:
+            StoreError: The workers are closed, or a thread is dead.
+        """
+        with self._changed:
+            self._check()
+            if len(self._queue) >= self._max_queued:
+                return False
+            self._append(job)
+            return True
+
+    def put(self, job: Job[Result]) -> None:
+        """Queues a job, and waits until there is room for it.
+
+        Raises:
+            StoreError: The workers are closed, now or while this waits, or a thread is dead.
+        """
+        with self._changed:
+            while True:
+                self._check()
+                if len(self._queue) < self._max_queued:
+                    return self._append(job)
+                self._changed.wait()
+
+    def close(self) -> None:
+        """Refuses new jobs; those that are there go on, and threads end after the last. Idempotent."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def join(self, deadline: float) -> bool:
+        """Waits, after `close`, until all threads have ended, or until a time of `time.monotonic`.
+
+        Returns:
+            Whether they have. Called from one of the threads, that one does not count.
+        """
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads if thread is not threading.current_thread())
+
+    def abandon(self, error: BaseException) -> int:
+        """Ends all jobs that have not ended, those that hang in a thread too; returns how many."""
+        with self._changed:
+            self._queue.clear()
+            jobs = list(self._unfinished.values())
+            self._changed.notify_all()
+        return sum([self._end(job, error=error) for job in jobs])
+
+    def _append(self, job: Job[Result]) -> None:
+        if len(self._threads) < self._num_threads and len(self._unfinished) >= len(self._threads):
+            name = f"mooncrate-{self.name}-{len(self._threads)}"
+            thread = threading.Thread(target=self._loop, name=name, daemon=True)
+            thread.start()  # first: where it fails, there is no job that nobody would end
+            self._threads.append(thread)
+        self._queue.append(job)
+        self._unfinished[job.job_id] = job
+        self._changed.notify_all()
+
+    def _check(self) -> None:
+        if self._is_closed:
+            raise StoreError(f"{self.name} was called after close(): open a new pool")
+        if self._cause_of_death is not None:
+            raise StoreError(
+                f"a {self.name} thread ended with {self._cause_of_death!r}: close this pool and open a new one"
+            ) from self._cause_of_death
+
+    def _take(self) -> Job[Result] | None:
+        with self._changed:
+            while not self._queue:
+                if self._is_closed or self._cause_of_death is not None:
+                    return None
+                self._changed.wait()
+            job = self._queue.popleft()
+            self._changed.notify_all()
+            return job
+
+    def _loop(self) -> None:
+        """Runs jobs; the only place that catches what they raise."""
+        while (job := self._take()) is not None:
+            if not self._work_on(job):
+                return
+            del job  # a thread that waits holds nobody's blocks
+
+    def _work_on(self, job: Job[Result]) -> bool:
+        """Runs a job and ends it; returns whether the thread goes on."""
+        try:
+            result = job.run()
+        except CancelledError:
+            self._end(job)
+        except Exception as error:  # fails this job, and no other
+            logger.exception("%s failed", job.name)
+            self._end(job, error=error)
+        except BaseException as error:
+            logger.exception("%s ended its thread", job.name)
+            self._die(error)
+            self._end(job, error=error)
+            return False
+        else:
+            self._end(job, result)
+        return True
+
+    def _end(self, job: Job[Result], result: Result | None = None, error: BaseException | None = None) -> bool:
+        """Ends a job unless it has ended; returns whether this did it.
+
+        It is forgotten first, so that whoever waits for its future finds it gone.
+        """
+        with self._changed:
+            if self._unfinished.pop(job.job_id, None) is None:
+                return False
+            self._changed.notify_all()
+        settle(job.future, result, error)
+        try:
+            self._on_end(job.future)
+        except Exception:
+            logger.exception("what follows the end of %s failed", job.name)
+        return True
+
+    def _die(self, error: BaseException) -> None:
+        reason = StoreError(f"a {self.name} thread ended with {error!r} before this was done")
+        reason.__cause__ = error
+        with self._changed:
+            self._cause_of_death = error
+            waiting = list(self._queue)
+            self._queue.clear()
+            self._changed.notify_all()
+        for job in waiting:
+            self._end(job, error=reason)
