@@ -253,7 +253,9 @@ def chunk_view_cases(draw: st.DrawFn) -> ChunkViewCase:
 
 signed_64 = st.integers(-(2**63), 2**63 - 1)
 ranks = st.one_of(st.integers(0, 64), signed_64)
-names = st.one_of(st.sampled_from(["", "m", "org/model", "a@b", "@", "модель", "模型", "\U0001f680", "x\0y"]), st.text(max_size=12))
+names = st.one_of(
+    st.sampled_from(["", "m", "org/model", "a@b", "@", "модель", "模型", "\U0001f680", "x\0y"]), st.text(max_size=12)
+)
 odd_ranks = st.sampled_from([2**63, -(2**70), True, np.int64(7), 1.5, "1"])
 odd_names = st.sampled_from(["\ud800", "m\udfff", b"m", 5])
 RANKS = ("tp_rank", "pcp_rank", "dcp_rank", "pp_rank")
@@ -481,7 +483,9 @@ def memory_difference(base_addrs: list[int], block_len: list[int]) -> str | None
     return NO_LENGTH if base_addrs and not block_len else None
 
 
-def row_difference(base_addrs: list[int], block_len: list[int], block_id: int, num_blocks: int, limit: int) -> str | None:
+def row_difference(
+    base_addrs: list[int], block_len: list[int], block_id: int, num_blocks: int, limit: int
+) -> str | None:
     """The difference that one row makes, where arithmetic ends at `limit`."""
     if block_id < 0:
         return RANGE
@@ -577,7 +581,9 @@ class AddressCase:
 def address_cases(draw: st.DrawFn) -> AddressCase:
     """Up to eight chunks, most of them in hash blocks and inside the block table."""
     ratio = draw(st.integers(1, 4))
-    in_order = st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda pair: (pair[0] * 4, (pair[0] + pair[1]) * 4))
+    in_order = st.tuples(st.integers(0, 40), st.integers(0, 12)).map(
+        lambda pair: (pair[0] * 4, (pair[0] + pair[1]) * 4)
+    )
     odd = st.tuples(
         st.integers(-9, 170) | st.sampled_from([2**63 - 16, -(2**63), 2**63]),
         st.integers(-9, 200) | st.sampled_from([2**63 - 16, 2**63, -(2**70)]),
@@ -597,7 +603,10 @@ def address_cases(draw: st.DrawFn) -> AddressCase:
     elif kind == "bool":
         table = [block_id % 2 == 0 for block_id in table]
     return AddressCase(
-        draw(memories()), draw(st.sampled_from([list, tuple]))(chunks), tuple(table) if kind == "tuple" else table, ratio
+        draw(memories()),
+        draw(st.sampled_from([list, tuple]))(chunks),
+        tuple(table) if kind == "tuple" else table,
+        ratio,
     )
 
 

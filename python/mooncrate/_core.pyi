@@ -94,7 +94,7 @@ class RegionTable:
     def prepare_values(
         self,
         grid: ChunkGrid,
-        chunks: Sequence[Sequence[int]],
+        chunks: Sequence[tuple[int, int] | tuple[int, int, object]],
         block_ids: Sequence[int],
     ) -> tuple[list[list[int]], list[list[int]], list[int]]: ...
     def prepare_value_for_block(self, block_id: SupportsIndex) -> tuple[list[int], list[int]]: ...

@@ -275,7 +275,7 @@ class ChunkedTokenDatabase:
         return addrs[0], sizes[0], chunk_block_ids[0]
 
     def prepare_values(
-        self, chunks: Sequence[tuple[int, ...]], block_ids: Sequence[int]
+        self, chunks: Sequence[tuple[int, int] | tuple[int, int, object]], block_ids: Sequence[int]
     ) -> tuple[list[list[int]], list[list[int]], list[int]]:
         """Compute where the bytes of many chunks lie.
 
