@@ -58,9 +58,11 @@ nightly: export PYTEST_TIMEOUT = 7200
 nightly: test-vllm ## test-vllm with 20,000 examples of each property
 
 .PHONY: bench
-bench: setup-vllm ## the Rust benches, then the comparison with the reference in vLLM
+bench: setup setup-vllm ## the Rust benches, then the comparisons with the reference in vLLM
 	cargo bench --workspace --locked
 	PYTHONPATH="$(call vllm_directory,vllm-0-27)" $(VLLM_VENV) benches/compare_reference.py
+	PYTHONPATH="$(call vllm_directory,vllm-0-27)" $(VLLM_VENV) benches/stall.py
+	$(VENV) benches/lookup_cost.py
 
 .PHONY: check
 check: setup ## formats, lints, types, stubs and docs; changes nothing

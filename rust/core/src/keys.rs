@@ -59,6 +59,9 @@ pub fn build_key(key_prefix: &str, chunk_hash: &str) -> String {
     key
 }
 
+/// Characters of a 32-byte hash: room for it is made at once.
+const USUAL_HEX_LEN: usize = 64;
+
 /// Writes the keys of many chunks under one prefix, into one buffer.
 ///
 /// ```
@@ -78,8 +81,10 @@ impl KeyWriter {
     /// A writer for keys that begin with `key_prefix`.
     #[must_use]
     pub fn new(key_prefix: &str) -> Self {
-        let text = build_key(key_prefix, "");
-        Self { prefix_len: text.len(), text, hex: Vec::new() }
+        let mut text = String::with_capacity(key_prefix.len() + 1 + USUAL_HEX_LEN);
+        text.push_str(key_prefix);
+        text.push('@');
+        Self { prefix_len: text.len(), text, hex: Vec::with_capacity(USUAL_HEX_LEN) }
     }
 
     /// The key of the chunk named by `chunk_hash`, of any width; valid until the next call.
