@@ -22,6 +22,8 @@ from mooncrate.memory_store import Call, MemoryStore
 from mooncrate.results import SkipReason
 from mooncrate.store import GuardedStore, Transport
 from mooncrate.store_faults import Fault, Gate
+from mooncrate.transfers import Request
+from mooncrate.workers import LoadWorker, SaveWorker
 from toy_engine import ToyEngine, prompt, to_load, to_save
 
 FULL = CacheGroup.full_attention(16)
@@ -169,6 +171,18 @@ def test_memory_is_not_registered_anew_under_a_job(pool: KVPool, engine: ToyEngi
     gate.open()
     assert job.result().num_saved == 1
     engine.register(pool)
+
+
+def test_a_job_that_was_being_queued_meanwhile_does_not_touch_the_old_memory(
+    pool: KVPool, engine: ToyEngine, log: list[Call]
+) -> None:
+    channel, hashes = pool._registered("save"), prompt("meanwhile", 2)
+    engine.register(pool)
+    log.clear()
+    saved = SaveWorker(channel, pool._backoff).save(Request.of(to_save(hashes, [[1, 2]], 32), None, 32))
+    loaded = LoadWorker(channel).load(Request.of(to_load(hashes, [[1, 2]], 32), None, 32))
+    assert (saved.skipped, loaded.failed_block_ids) == (SkipReason.CLOSED, (frozenset({1, 2}),))
+    assert not log
 
 
 def test_the_pool_keeps_the_tensors_until_it_is_closed(store: MemoryStore) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from mooncrate import CacheGroup, KVPool
 from mooncrate.data import LoadSpec, ReqMeta
+from mooncrate.store_faults import Gate
 
 PERIOD = 251
 """Prime, so that no power of two falls on the same byte: swapped blocks show."""
@@ -107,6 +108,18 @@ class ToyEngine:
                 if ids[chunk_id] != NULL_BLOCK_ID
             ]
         return chunks
+
+
+class Waiting:
+    """A device event that is reached, and then waits to be let go."""
+
+    def __init__(self) -> None:
+        """Makes an event whose gate is closed."""
+        self.gate = Gate()
+
+    def synchronize(self) -> None:
+        """Waits for the gate."""
+        self.gate.hold()
 
 
 def to_save(

@@ -37,6 +37,11 @@ def settle(future: Future[Result], result: Result | None = None, error: BaseExce
     return True
 
 
+def seconds_until(deadline: float) -> float:
+    """Returns how long to wait for a time of `time.monotonic`, infinity too, in what threads can wait for."""
+    return min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
+
+
 class Job(Generic[Result]):
     """Something to do once.
 
@@ -147,7 +152,7 @@ class Workers(Generic[Result]):
         """
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(max(0.0, deadline - time.monotonic()))
+                thread.join(seconds_until(deadline))
         return not any(thread.is_alive() for thread in self._threads if thread is not threading.current_thread())
 
     def abandon(self, error: BaseException) -> int:

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Final
 
 from mooncrate.errors import StoreError
-from mooncrate.jobs import settle
+from mooncrate.jobs import seconds_until, settle
 from mooncrate.metrics import Count, Recorder, Timing
 from mooncrate.store import describe
 
@@ -35,7 +35,8 @@ class Flight:
     def __init__(self, key: Hashable, plan: LookupPlan) -> None:
         """Makes a flight that nobody waits for yet."""
         self.key: Final = key
-        self.plan: Final = plan
+        self.plan: LookupPlan | None = plan
+        """What to ask; let go of when the flight has ended, long before its deadlines pass."""
         self.waiters: list[Future[int]] = []
         self.is_overdue = False
         """Whether somebody was told 0 already; then nobody joins, since the store seems to hang."""
@@ -135,7 +136,7 @@ class Lookups:
             self._changed.notify_all()
         self._fail(waiters, Count.LOOKUPS_FAILED)
         with self._changed:
-            self._changed.wait_for(lambda: not self._num_workers, max(0.0, deadline - time.monotonic()))
+            self._changed.wait_for(lambda: not self._num_workers, seconds_until(deadline))
 
     def _hire(self) -> None:
         """Starts a thread if one is needed and may be."""
@@ -181,7 +182,7 @@ class Lookups:
     def _fly(self, flight: Flight) -> int:
         """Asks window after window, until the answer is there or nobody wants it any more."""
         plan = flight.plan
-        while keys := plan.next_keys():
+        while plan is not None and (keys := plan.next_keys()):
             answers: list[int] = []
             for start in range(0, len(keys), self._max_keys):
                 if not flight.waiters:
@@ -196,13 +197,14 @@ class Lookups:
                         raise StoreError(f"batch_is_exist answered {describe(found[0])} for {len(part)} keys")
                 answers += [*found[: len(part)], *[0] * (len(part) - len(found))]
             plan.feed(answers)
-        return plan.num_hit_tokens
+        return 0 if plan is None else plan.num_hit_tokens
 
     def _land(self, flight: Flight) -> tuple[list[Future[int]], bool]:
         """Ends a flight; returns who waits, and whether its thread has been replaced meanwhile."""
         with self._changed:
             waiters, flight.waiters = flight.waiters, []
             flight.is_running = False
+            flight.plan = None
             self._forget(flight)
             if flight.is_overdue:
                 self._num_stuck -= 1
@@ -236,7 +238,7 @@ class Lookups:
             heapq.heappop(self._deadlines)
         if not self._deadlines:
             return None
-        return max(0.0, self._deadlines[0][0] - time.monotonic())
+        return seconds_until(self._deadlines[0][0])
 
     def _pop_late(self) -> list[Future[int]]:
         late = []
@@ -255,11 +257,15 @@ class Lookups:
         return late
 
     def _tell(self, waiters: Sequence[Future[int]], num_tokens: int) -> None:
-        for waiter in waiters:
-            if settle(waiter, num_tokens):
-                self._recorder.add(Count.HIT_TOKENS, num_tokens)
+        self._settle(waiters, num_tokens, Count.HIT_TOKENS, num_tokens)
 
     def _fail(self, waiters: Sequence[Future[int]], count: Count) -> None:
+        self._settle(waiters, 0, count, 1)
+
+    def _settle(self, waiters: Sequence[Future[int]], num_tokens: int, count: Count, number: int) -> None:
         for waiter in waiters:
-            if settle(waiter, 0):
-                self._recorder.add(count)
+            try:
+                if settle(waiter, num_tokens):
+                    self._recorder.add(count, number)
+            except BaseException:  # a callback that wants to end the thread must not end all lookups
+                logger.exception("a callback of a lookup failed")

@@ -30,7 +30,7 @@ from mooncrate._core import LookupPlan
 from mooncrate.config import CONFIG_PATH_VARIABLE, StoreConfig, StoreConnection
 from mooncrate.errors import LayoutError, StoreError
 from mooncrate.groups import RankTopology, check_integer
-from mooncrate.jobs import Job, Result, Workers, settle
+from mooncrate.jobs import Job, Result, Workers, seconds_until, settle
 from mooncrate.keyspace import KeySpace
 from mooncrate.kv_caches import describe_kv_cache_groups, register
 from mooncrate.lookups import Lookups
@@ -77,7 +77,7 @@ class KVPool:
         keys: KeySpace,
         *,
         connection: StoreConnection | None = None,
-        null_block_id: int = 0,
+        null_block_id: int | None = 0,
         limits: PoolLimits = DEFAULT_LIMITS,
     ) -> None:
         """Use `open`."""
@@ -96,6 +96,7 @@ class KVPool:
         self._registration: Registration | None = None
         self._kv_caches: Sequence[KVCaches] = ()  # keeps their memory alive while the store knows it
         self._channel: Channel | None = None
+        self._retired = threading.Event()  # set when the channel's memory is about to be unregistered
         self._recorder = Recorder()
         most = limits.max_addrs_in_flight
         self._budget = AddressBudget(store.transport.max_addrs_in_flight if most is None else most)
@@ -126,7 +127,7 @@ class KVPool:
         cache_prefix: str = "",
         namespace: Namespace | None = None,
         store: Store | None = None,
-        null_block_id: int = 0,
+        null_block_id: int | None = 0,
         limits: PoolLimits = DEFAULT_LIMITS,
     ) -> Self:
         """Connects to a pool.
@@ -142,7 +143,7 @@ class KVPool:
             namespace: Builds a fingerprint of all that decides what bytes mean into the keys. Without it they are the
                 plain ones, those of vLLM.
             store: Any object that has the store's calls, set up. It stays the caller's, who closes it after the pool.
-            null_block_id: The block of an engine that holds nothing: never saved, never loaded.
+            null_block_id: The block of an engine that holds nothing: never saved, never loaded. None if it has none.
             limits: Sizes of batches, queues and pauses.
 
         Raises:
@@ -152,7 +153,8 @@ class KVPool:
         """
         if config is not None and store is not None:
             raise StoreError("both config and store are given: a pool has one store")
-        check_integer("null_block_id", null_block_id, least=-1)
+        if null_block_id is not None:
+            check_integer("null_block_id", null_block_id, least=0)
         if hash_block_size is None:
             hash_block_size = math.gcd(*(group.block_size for group in groups)) or 1
         keys = KeySpace(model_name, tuple(groups), topology, hash_block_size, cache_prefix, namespace)
@@ -217,12 +219,16 @@ class KVPool:
             keys = self._opened_keys
             if keys.namespace is not None:
                 keys = replace(keys, namespace=keys.namespace.with_tensors(layers, layout.regions, num_blocks))
+            # First of all, so that a job which is being queued right now is either seen here or does nothing.
+            self._retired.set()
             if num_jobs := self._savers.num_unfinished + self._loaders.num_unfinished:
+                self._retired.clear()
                 raise StoreError(f"{num_jobs} jobs on the memory registered before still run: wait for them first")
             self._channel = None
             self._unregister()
             self._registration = register(self._store, layout.storages)
             self._kv_caches = layers
+            self._retired = retired = threading.Event()
             self._channel = Channel(
                 self._store,
                 registered_groups(keys, layout, num_blocks),
@@ -231,7 +237,7 @@ class KVPool:
                 self._limits,
                 self._budget,
                 self._recorder,
-                self._stop.is_set,
+                lambda: self._stop.is_set() or retired.is_set(),
             )
             if keys != self._keys:
                 logger.info("%s", keys.describe())
@@ -406,7 +412,7 @@ class KVPool:
             if is_drained:
                 self._unregister()
             self._channel = None
-            left = max(0.0, deadline - time.monotonic())
+            left = seconds_until(deadline)
             if self._connection is not None:
                 self._connection.close(left)
             else:

@@ -108,7 +108,7 @@ class Channel:
 
     store: Store
     groups: tuple[RegisteredGroup, ...]
-    null_block_id: int
+    null_block_id: int | None
     unit: int
     limits: PoolLimits
     budget: AddressBudget

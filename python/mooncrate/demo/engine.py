@@ -21,8 +21,6 @@ from mooncrate.errors import MooncrateError, StoreError
 from mooncrate.store import describe
 
 LOCAL_BUFFER_BYTES: Final = 16 << 20
-NO_NULL_BLOCK: Final = -1
-"""This engine hands out every block, also the first one."""
 
 
 class Engine:
@@ -45,7 +43,7 @@ class Engine:
             _store_config(settings),
             model_name="mooncrate-demo",
             groups=[CacheGroup.full_attention(workload.block_size)],
-            null_block_id=NO_NULL_BLOCK,
+            null_block_id=None,  # this engine hands out every block, the first one too
         )
         layers = {f"layer{number}": layer for number, layer in enumerate(self.cache.layers)}
         self._pool.register_kv_caches(layers, workload.num_blocks, block_dim=0)
