@@ -53,7 +53,7 @@ class RecordingHashes(Sequence[bytes]):
     def __len__(self) -> int:
         return len(self.hashes)
 
-    def __getitem__(self, index: Any) -> Any:  # noqa: ANN401: an index or a slice
+    def __getitem__(self, index: Any) -> Any:  # noqa: ANN401 - an index or a slice
         item = self.hashes[index]
         self.touched.append(index % len(self.hashes))
         return item
@@ -368,7 +368,7 @@ def order_cases(draw: st.DrawFn) -> OrderCase:
 # Chunks
 
 
-def new_database(api: API, block_size: int = 16, hash_block_size: int | None = None) -> Any:  # noqa: ANN401: any module's
+def new_database(api: API, block_size: int = 16, hash_block_size: int | None = None) -> Any:  # noqa: ANN401 - any module's
     """A database of rank 0."""
     return api.ChunkedTokenDatabase(api.KeyMetadata("m", 0, 0, 0, 0), block_size, hash_block_size)
 
@@ -414,7 +414,7 @@ class ChunksCase:
     hash_block_size: int = 4
 
     def run(self, api: API) -> object:
-        """What comes item by item, until two errors (of which the last one says that it ended), and what was touched."""
+        """What comes item by item, until two errors (the last one says that it ended), and what was touched."""
         database = new_database(api, self.hash_block_size * self.ratio, self.hash_block_size)
         hashes = RecordingHashes(self.make_hashes(api, made_up_hashes(self.num_hashes)))
         chunks = database.process_tokens(self.token_len, hashes, self.mask_num, **self.options)
@@ -429,7 +429,9 @@ class ChunksCase:
         return RANK if step > 0 and not 0 <= rank < step else None
 
 
-truths = st.sampled_from([True, True, False, 1, 0, None, "", "yes", np.True_, np.False_, [], 0.0])
+truths: st.SearchStrategy[object] = st.sampled_from(
+    [True, True, False, 1, 0, None, "", "yes", np.True_, np.False_, [], 0.0]
+)
 masks = st.one_of(
     st.lists(truths, max_size=12),
     st.lists(truths, max_size=12).map(tuple),
@@ -658,7 +660,7 @@ class RequestCase:
         return results
 
     @staticmethod
-    def step(api: API, tracker: Any, metadata: Any, name: str, argument: Any) -> object:  # noqa: ANN401: any module's
+    def step(api: API, tracker: Any, metadata: Any, name: str, argument: Any) -> object:  # noqa: ANN401 - any module's
         """Do one step."""
         if name == "schedule":
             tracker.token_len += argument

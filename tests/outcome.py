@@ -1,4 +1,4 @@
-"""What a call does, in a form that can be compared between modules: the exact types of all that it gives, or its error."""
+"""What a call does, in a form that modules can be compared by: the exact types of all that it gives, or its error."""
 
 from __future__ import annotations
 

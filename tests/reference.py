@@ -1,8 +1,8 @@
 """A naive twin of `mooncrate.data`: what each answer is, by counting and looping over Python integers.
 
 It is slow and plain on purpose, and kept for ever: the Rust core has to agree with it, and so has the data module of
-vLLM's connector, except for the differences that the docstring of `mooncrate.data` lists. Those differences are built in
-here, so this twin is the whole truth about `mooncrate.data`.
+vLLM's connector, except for the differences that the docstring of `mooncrate.data` lists. Those are built in here, so
+this twin is the whole truth about `mooncrate.data`.
 
 Every hash is copied out at once, every chunk of a request is visited, every number is checked for its range by itself.
 """
@@ -45,7 +45,7 @@ def at_least_one(value: int) -> int:
 class BlobBlockHashes(Sequence[memoryview]):
     """Cuts a buffer into hashes, one after the other, while a whole one is left."""
 
-    def __init__(self, blob: Any, hash_len: SupportsIndex) -> None:  # noqa: ANN401: any buffer
+    def __init__(self, blob: Any, hash_len: SupportsIndex) -> None:  # noqa: ANN401 - any buffer
         width = signed(hash_len)
         buffer = memoryview(blob)
         if not buffer.c_contiguous:
@@ -285,7 +285,7 @@ class ChunkedTokenDatabase:
             raise AssertionError(f"{tokens} tokens are not in hash blocks")
         if tokens > len(block_hashes) * self.hash_block_size:
             raise AssertionError(f"{tokens} tokens have {len(block_hashes)} hashes")
-        mask = None if chunk_mask is None else iter([chunk_mask[i] for i in range(len(chunk_mask))])
+        mask = None if chunk_mask is None else iter(chunk_mask[i] for i in range(len(chunk_mask)))
         start = chunk_id = 0
         while start < tokens:
             end = min(start + self.block_size, tokens)

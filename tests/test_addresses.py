@@ -74,8 +74,9 @@ def test_the_last_byte_may_be_the_last_one_there_is(base: int, length: int, bloc
     expected = [base + block_id * length], [length]
     assert made.prepare_value_for_block(block_id) == expected
     assert made.prepare_value(0, 16, [block_id]) == (*expected, block_id)
-    if 0 < base and length:
-        over = database([base + (END - base - block_id * length - length) + 1], [length])
+    beyond = END - block_id * length - length + 1
+    if base > 0 and length and beyond < END:
+        over = database([beyond], [length])
         with pytest.raises(AddressOverflowError, match=rf"^block {block_id} of region 0 .* {length} bytes\) ends past"):
             over.prepare_value_for_block(block_id)
         with pytest.raises(AddressOverflowError):
@@ -165,7 +166,7 @@ def test_what_was_set_is_a_snapshot() -> None:
         ([(0, 16), (16, 32)], [np.int64(3), True]),
     ],
 )
-def test_results_are_lists_of_lists_of_int(chunks: Any, block_ids: Any) -> None:  # noqa: ANN401: many types
+def test_results_are_lists_of_lists_of_int(chunks: Any, block_ids: Any) -> None:  # noqa: ANN401 - many types
     found = database([1_000, 2_000], [10]).prepare_values(chunks, block_ids)
     assert exactly(found) == exactly(([[1_030, 2_030], [1_010, 2_010]], [[10, 10], [10, 10]], [3, 1]))
 
@@ -209,7 +210,7 @@ def test_many_rows() -> None:
 
 @pytest.mark.parametrize("is_enabled", [True, False])
 @pytest.mark.parametrize("end", [16, 15, -16, 999])
-def test_garbage_collection_is_as_it_was(is_enabled: bool, end: int) -> None:  # noqa: FBT001
+def test_garbage_collection_is_as_it_was(is_enabled: bool, end: int) -> None:
     was_enabled, threshold = gc.isenabled(), gc.get_threshold()
     try:
         (gc.enable if is_enabled else gc.disable)()
@@ -243,14 +244,16 @@ def test_garbage_collection_is_as_it_was(is_enabled: bool, end: int) -> None:  #
             (0, 16),
             [2**62],
             AddressOverflowError,
-            "block 4611686018427387904 of region 1 (base 0x7fffffffffffffff, stride 4, 4 bytes) "
-            "ends past the last 64-bit address",
+            (
+                "block 4611686018427387904 of region 1 (base 0x7fffffffffffffff, stride 4, 4 bytes) ends past the "
+                "last 64-bit address"
+            ),
         ),
     ],
 )
 def test_errors_carry_their_numbers(
     chunk: tuple[int, int],
-    block_ids: Any,  # noqa: ANN401: any table
+    block_ids: Any,  # noqa: ANN401 - any table
     error: type[Exception],
     message: str,
 ) -> None:
@@ -290,9 +293,17 @@ def test_errors_of_one_block() -> None:
 
 @pytest.mark.parametrize(
     ("chunks", "block_ids"),
-    [([(0.0, 16)], [1]), ([(0, "16")], [1]), ([None], [1]), ([5], [1]), ([(0, 16)], [1.5]), ([(0, 16)], None), (5, [1])],
+    [
+        ([(0.0, 16)], [1]),
+        ([(0, "16")], [1]),
+        ([None], [1]),
+        ([5], [1]),
+        ([(0, 16)], [1.5]),
+        ([(0, 16)], None),
+        (5, [1]),
+    ],
 )
-def test_other_types_are_refused(chunks: Any, block_ids: Any) -> None:  # noqa: ANN401: the wrong ones
+def test_other_types_are_refused(chunks: Any, block_ids: Any) -> None:  # noqa: ANN401 - the wrong ones
     with pytest.raises(TypeError):
         database([0], [16]).prepare_values(chunks, block_ids)
 

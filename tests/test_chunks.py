@@ -31,7 +31,12 @@ def test_sizes_agree_with_the_twin(case: GridCase) -> None:
     assert case.run(mooncrate.data) == case.run(reference)
 
 
-def spans(token_len: int, block_size: int = 32, hash_block_size: int = 16, **options: Any) -> list[tuple[int, int, int]]:  # noqa: ANN401
+def spans(
+    token_len: int,
+    block_size: int = 32,
+    hash_block_size: int = 16,
+    **options: Any,  # noqa: ANN401 - those of process_tokens
+) -> list[tuple[int, int, int]]:
     """Chunks with the index of their hash."""
     hashes = made_up_hashes(40)
     chunks = database(block_size, hash_block_size).process_tokens(token_len, hashes, **options)
@@ -118,7 +123,7 @@ class Untouchable:
     def __bool__(self) -> bool:
         raise RuntimeError("looked at")
 
-    __len__ = __index__ = __getitem__ = __iter__ = __bool__  # type: ignore[assignment]
+    __len__ = __index__ = __getitem__ = __iter__ = __bool__
 
 
 def test_nothing_is_looked_at_before_the_first_item() -> None:
@@ -127,7 +132,13 @@ def test_nothing_is_looked_at_before_the_first_item() -> None:
     assert iter(chunks) is chunks
     with pytest.raises(RuntimeError, match="looked at"):
         next(chunks)
-    for arguments in [{"token_len": 15}, {"token_len": 999}, {"put_step": 0}, {"put_step_rank": 1}, {"mask_num": 2**70}]:
+    for arguments in [
+        {"token_len": 15},
+        {"token_len": 999},
+        {"put_step": 0},
+        {"put_step_rank": 1},
+        {"mask_num": 2**70},
+    ]:
         call = {"token_len": 16, "block_hashes": [b""], **arguments}
         chunks = cast(Any, database()).process_tokens(**call)
         with pytest.raises((AssertionError, LayoutError, AddressOverflowError)):
@@ -169,8 +180,9 @@ def test_a_mask_is_read_up_to_the_chunk_that_is_yielded() -> None:
 
 
 def test_without_hashes_nothing_else_counts() -> None:
-    for nothing in ([], (), b"", None, BlobBlockHashes(b"", 32), np.zeros(0)):
-        chunks = database().process_tokens(7, cast(Any, nothing), chunk_mask=cast(Any, 5))
+    nothings: list[Any] = [[], (), b"", None, BlobBlockHashes(b"", 32)]
+    for nothing in nothings:
+        chunks = database().process_tokens(7, nothing, chunk_mask=cast(Any, 5))
         assert list(chunks) == []
 
 

@@ -31,7 +31,7 @@ def database(block_size: int = 16, hash_block_size: int | None = None) -> Chunke
 
 def registered() -> ChunkedTokenDatabase:
     made = database()
-    made.set_regions([Region("layer", 4_096, 64, 64)], num_blocks=3)
+    made.set_regions([Region(4_096, 64, 64)], num_blocks=3)
     return made
 
 
@@ -144,7 +144,7 @@ UNREACHABLE = {"TooManyChunks"}
 
 def _packed() -> ChunkedTokenDatabase:
     made = database()
-    made.set_regions([Region("layer", 2**64 - 128, 64, 65)], num_blocks=9)
+    made.set_regions([Region(2**64 - 128, 64, 65)], num_blocks=9)
     return made
 
 

@@ -65,7 +65,7 @@ def test_a_save_is_due_when_a_new_block_is_full(token_len: int, num_saved_tokens
 @pytest.mark.parametrize("skip_save", [None, False, True])
 @pytest.mark.parametrize("can_load", [None, False, True])
 @pytest.mark.parametrize("is_due", [False, True])
-def test_every_combination(skip_save: bool | None, can_load: bool | None, is_due: bool) -> None:  # noqa: FBT001
+def test_every_combination(skip_save: bool | None, can_load: bool | None, is_due: bool) -> None:
     one = tracker(20 if is_due else 10)
     spec = None if can_load is None else LoadSpec(0, 16, can_load)
     told = ReqMeta.from_request_tracker(one, 16, spec, skip_save, [b"hash"], is_due)
@@ -164,4 +164,6 @@ def test_metadata_of_a_step() -> None:
 def test_what_is_told_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "mooncrate"):
         ReqMeta.from_request_tracker(tracker(16), 16, LoadSpec(0, 16, can_load=True))
-    assert caplog.messages == ["request r: save None, load LoadSpec(vllm_cached_tokens=0, kvpool_cached_tokens=16, can_load=True, token_len=0)"]
+    assert caplog.messages == [
+        "request r: save None, load LoadSpec(vllm_cached_tokens=0, kvpool_cached_tokens=16, can_load=True, token_len=0)"
+    ]

@@ -59,7 +59,9 @@ def test_chunks(api: Any) -> None:  # noqa: ANN401
     for vector in vectors("chunks.json"):
         database = new_database(api, vector["block_size"], vector["hash_block_size"])
         options = {name: vector[name] for name in ("chunk_mask", "put_step", "put_step_rank")}
-        chunks = database.process_tokens(vector["token_len"], range(vector["num_hashes"]), vector["mask_num"], **options)
+        chunks = database.process_tokens(
+            vector["token_len"], range(vector["num_hashes"]), vector["mask_num"], **options
+        )
         check(api, vector, lambda chunks=chunks: [list(chunk) for chunk in chunks], lambda v=vector: v["chunks"])  # type: ignore[misc]
 
 

@@ -1,6 +1,7 @@
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol, SupportsIndex, final, overload
+from typing import Any, Protocol, SupportsIndex, final, overload
 
+from numpy.typing import NDArray
 from typing_extensions import Buffer
 
 __all__ = [
@@ -20,7 +21,7 @@ __all__ = [
 
 @final
 class BlobBlockHashes(Sequence[memoryview]):
-    def __new__(cls, blob: Buffer, hash_len: SupportsIndex) -> BlobBlockHashes: ...
+    def __new__(cls, blob: Buffer | NDArray[Any], hash_len: SupportsIndex) -> BlobBlockHashes: ...
     def __len__(self) -> int: ...
     @overload
     def __getitem__(self, index: SupportsIndex, /) -> memoryview: ...

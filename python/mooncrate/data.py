@@ -66,6 +66,7 @@ __all__ = [
     "PoolKey",
     "ReqMeta",
     "RequestTracker",
+    "_CompactChunkHashList",
     "chunk_hashes_for_block_size",
 ]
 

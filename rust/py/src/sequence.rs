@@ -23,10 +23,9 @@ pub(crate) fn getitem<'py>(view: &impl View, index: &Bound<'py, PyAny>) -> PyRes
     if let Ok(slice) = index.cast::<PySlice>() {
         let indices = slice.indices(len.try_into()?)?;
         let items = PyList::empty(py);
-        let mut position = indices.start;
-        for _ in 0..indices.slicelength {
-            items.append(view.item(py, position.cast_unsigned())?)?;
-            position += indices.step;
+        // Multiplied anew each time: one step past the last item may leave the integers.
+        for count in 0..indices.slicelength.cast_signed() {
+            items.append(view.item(py, (indices.start + count * indices.step).cast_unsigned())?)?;
         }
         return Ok(items.into_any());
     }
