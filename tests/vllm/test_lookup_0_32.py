@@ -21,6 +21,7 @@ from vllm_import import import_vllm
 
 pytestmark = pytest.mark.vllm_version("0.32.0")
 
+NUM_EXAMPLES = max(2_000, settings.default.max_examples if settings.default else 0)
 HASH_BLOCK_SIZE = 4
 BLOCK_SIZES = (4, 8, 12, 16)
 Presence = list[list[list[bool]]]
@@ -121,7 +122,7 @@ def vllm_hit(pool: Pool) -> int:
     return hit
 
 
-@settings(max_examples=2_000, deadline=None, derandomize=True)
+@settings(max_examples=NUM_EXAMPLES)
 @given(pools())
 def test_the_hit_is_that_of_vllms_coordinator(pool: Pool) -> None:
     assert our_hit(pool) == vllm_hit(pool)
