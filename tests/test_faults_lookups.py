@@ -224,7 +224,8 @@ def test_rule_36_no_more_addresses_are_in_flight_than_the_transport_takes(store:
         assert all(job.result().is_complete for job in jobs)
         loads = [pool.load(to_load(hashes, [[9, 10, 11, 12, 13, 14, 15, 16]], 128)) for hashes in prompts]
         assert all(job.result().is_complete for job in loads)
-        assert pool._budget.most_in_flight == most[0] <= num_addrs
+        # A thread that has its share may not be in the store yet, so the store saw no more than the budget gave out.
+        assert most[0] <= pool._budget.most_in_flight <= num_addrs
         with pytest.raises(LayoutError, match=rf"65 regions, but the transport takes {num_addrs} addresses"):
             ToyEngine([FULL], num_layers=65).register(pool)
 
