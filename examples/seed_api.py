@@ -63,7 +63,7 @@ def main() -> None:
 
         database.set_kv_caches_base_addr([layer.data_ptr() for layer in target])
         found = store.batch_is_exist(keys)
-        num_found = found.index(0) if 0 in found else len(found)
+        num_found = next((index for index, there in enumerate(found) if there != 1), len(found))
         addrs, sizes, _ = database.prepare_values(chunks[:num_found], target_blocks)
         for start in range(0, num_found, batch):
             part = slice(start, start + batch)

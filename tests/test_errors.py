@@ -110,6 +110,16 @@ ERRORS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
         "block id 3 is not below the 3 registered blocks",
         lambda: registered().prepare_value_for_block(3),
     ),
+    "BlocksOverlap": (
+        LayoutError,
+        "region 1: blocks of 65 bytes overlap, 64 bytes apart",
+        lambda: database().set_regions([Region(0, 65, 65), Region(4_096, 64, 65)], num_blocks=2),
+    ),
+    "BlocksApart": (
+        LayoutError,
+        "2 blocks of region 0 are not one run of bytes: they are 8192 bytes long, 10000 apart",
+        lambda: _packed().prepare_values([(0, 32)], [0, 1]),
+    ),
     "TooManyAnswers": (LayoutError, "3 answers to 2 keys", lambda: plan(2).missing([1, 1, 1])),
     "PlanOverflow": (
         AddressOverflowError,
@@ -129,8 +139,8 @@ ERRORS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     ),
     "AddressOverflow": (
         AddressOverflowError,
-        "block 1 of region 0 (base 0xffffffffffffff80, stride 64, 65 bytes) ends past the last 64-bit address",
-        lambda: _packed().prepare_value_for_block(1),
+        "block 2 of region 0 (base 0xffffffffffffff80, stride 64, 64 bytes) ends past the last 64-bit address",
+        lambda: _high().prepare_value_for_block(2),
     ),
     "SizeOverflow": (
         AddressOverflowError,
@@ -142,9 +152,15 @@ UNREACHABLE = {"TooManyChunks"}
 """Needs more chunks in a plan than 32 bits count."""
 
 
+def _high() -> ChunkedTokenDatabase:
+    made = database()
+    made.set_regions([Region(2**64 - 128, 64, 64)], num_blocks=9)
+    return made
+
+
 def _packed() -> ChunkedTokenDatabase:
     made = database()
-    made.set_regions([Region(2**64 - 128, 64, 65)], num_blocks=9)
+    made.set_regions([Region(4_096, 10_000, 8_192)], num_blocks=9)
     return made
 
 

@@ -473,3 +473,13 @@ def test_sizes_that_do_not_fit(make: Callable[..., Iterator[bytes]]) -> None:
             make(HASHES, hash_block_size, block_size)
     with pytest.raises(TypeError):
         make(HASHES, 16.0, 32)
+
+
+def test_objects_are_no_hashes() -> None:
+    with pytest.raises(TypeError, match="array of objects holds their addresses"):
+        BlobBlockHashes(np.array([b"a", None], dtype=object), 2)
+
+
+def test_the_reference_has_a_name_for_the_hash_of_a_chunk() -> None:
+    view: Any = chunk_hashes_for_block_size([b"0", b"1", b"2", b"3"], 16, 32)
+    assert (view._get_value_at(0), view._get_value_at(-1)) == (b"1", b"3")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from mooncrate import leash
 from mooncrate.errors import StoreError
 from mooncrate.master import MasterProcess, find_master
 from processes import is_running, wait_until
@@ -196,3 +197,13 @@ def test_it_does_not_outlive_its_leash() -> None:
         _wait_for_death(master)
         wait_until(lambda: not is_running(master.pid), "the end of the master")
         assert "was killed by SIGKILL" in master.describe_death()
+
+
+def test_a_parent_that_dies_before_it_is_told_anything_leaves_nothing() -> None:
+    command = [sys.executable, "-I", leash.__file__, "1.0", "sleep", "301"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as started:
+        assert started.stdin is not None
+        assert started.stdout is not None
+        started.stdout.close()
+        started.stdin.close()
+        assert started.wait(timeout=20) == 128 + signal.SIGTERM

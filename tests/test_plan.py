@@ -214,6 +214,49 @@ def test_registering_again_drops_rows_and_spares_plans_made_before(change: str) 
     )
 
 
+def test_a_new_row_cache_keeps_strides_and_the_number_of_blocks() -> None:
+    database = ChunkedTokenDatabase(KeyMetadata("m", 0, 0, 0, 0), 16)
+    database.set_regions([Region(0x10000, 10_000, 8192)], 4)
+    database.row_cache_bytes = 1 << 20
+    assert database.prepare_value_for_block(1) == ([0x10000 + 10_000], [8192])
+    with pytest.raises(LayoutError, match="block id 9 is not below the 4 registered blocks"):
+        database.prepare_value_for_block(9)
+    database.set_block_len([8192])
+    assert database.prepare_value_for_block(9) == ([0x10000 + 9 * 8192], [8192])
+
+
+def test_a_registration_that_is_refused_changes_nothing() -> None:
+    database = ChunkedTokenDatabase(KeyMetadata("m", 0, 0, 0, 0), 16)
+    database.set_regions([Region(4096, 64, 64)], 4)
+    for regions, num_blocks in (([Region(-1, 64, 64)], 4), ([Region(0, 64, 65)], 4), ([Region(0, 64, 64)], -1)):
+        with pytest.raises((AddressOverflowError, LayoutError)):
+            database.set_regions(regions, num_blocks)
+        assert (database.kv_caches_base_addr, database.plan(16, make_hashes(1), [3]).addrs) == ([4096], [(4096 + 192,)])
+
+
+def test_a_setter_in_the_middle_of_making_a_table_wins() -> None:
+    database = ChunkedTokenDatabase(KeyMetadata("m", 0, 0, 0, 0), 16)
+
+    class Meddling:
+        """An address whose conversion sets another one."""
+
+        def __index__(self) -> int:
+            database.set_kv_caches_base_addr([8192])
+            return 4096
+
+    meddling: Any = Meddling()
+    database.set_block_len([64])
+    database.set_kv_caches_base_addr([meddling])
+    database.prepare_value_for_block(0)
+    assert database.prepare_value_for_block(0) == ([8192], [64])
+
+
+@pytest.mark.parametrize("row_cache_bytes", [-1, 2**63])
+def test_a_row_cache_of_no_size_is_refused(row_cache_bytes: int) -> None:
+    with pytest.raises(LayoutError, match=str(row_cache_bytes)):
+        make_database().row_cache_bytes = row_cache_bytes
+
+
 @pytest.mark.parametrize("row_cache_bytes", [0, 1000, 1 << 20])
 def test_a_small_row_cache_forgets_but_never_errs(row_cache_bytes: int) -> None:
     database = make_database()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 from dataclasses import replace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 from hypothesis import given
 
@@ -167,3 +169,10 @@ def test_what_is_told_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == [
         "request r: save None, load LoadSpec(vllm_cached_tokens=0, kvpool_cached_tokens=16, can_load=True, token_len=0)"
     ]
+
+
+def test_a_numpy_length_decides_with_a_plain_bool() -> None:
+    tracker = RequestTracker("r", cast(Any, np.int64(32)), ([1, 2],))
+    meta = ReqMeta.from_request_tracker(tracker, 16)
+    assert meta is not None
+    assert type(meta.can_save) is bool

@@ -29,7 +29,15 @@ and gives ``memoryview`` items; a strided one:            items where the buffer
 its own end                                               chunk
 both views take any integer type as an index, and what    the reference takes some: a numpy integer or a float past the
 is no integer is a ``TypeError``                          end is one error or another
-both views are final, and cannot be changed or copied     they are fixed when made, so that no check is ever repeated
+both views are final, and cannot be changed or copied,    they are fixed when made, so that no check is ever repeated
+nor referred to weakly
+a database cannot be pickled or copied; a subclass has    its addresses mean nothing elsewhere; there is state behind it
+to call ``super().__init__``
+``process_tokens`` gives an iterator that is no           a call at a time, and hashes are asked one by one either way
+generator: no ``close``, and a second ``next`` while one
+runs is a ``RuntimeError``
+what has a length or a ``hex`` of its own is not asked:   the usual types are read directly
+a generator of chunks is taken, ``bytes`` are bytes
 ``ReqMeta.block_ids`` and ``token_ids``, and the sets of  the reference shares them with the scheduler, whose later
 ``MooncakeStoreConnectorMetadata``, are snapshots         changes reach requests in flight
 ``kv_caches_base_addr`` and ``block_len`` are snapshots;  addresses in use do not change under a running transfer
@@ -47,11 +55,12 @@ as one
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mooncrate import _core
 from mooncrate._core import BlobBlockHashes, _CompactChunkHashList, chunk_hashes_for_block_size
+from mooncrate.errors import LayoutError
 from mooncrate.requests import LoadSpec, MooncakeStoreConnectorMetadata, ReqMeta, RequestTracker
 
 if TYPE_CHECKING:
@@ -169,6 +178,22 @@ class PoolKey:
         return self.build_key_string(self.build_prefix(self.key_metadata), self.chunk_hash)
 
 
+@dataclass(frozen=True)
+class _Memory:
+    """Where blocks lie, as it was said: base addresses with block lengths, or regions with a number of blocks."""
+
+    base_addr: tuple[int, ...] = ()
+    block_len: tuple[int, ...] = ()
+    regions: tuple[Region, ...] = ()
+    num_blocks: int | None = None
+    row_cache_bytes: int = DEFAULT_ROW_CACHE_BYTES
+
+    def table(self) -> _core.RegionTable:
+        if self.num_blocks is None:
+            return _core.RegionTable(self.base_addr, self.block_len, self.row_cache_bytes)
+        return _core.RegionTable.from_regions(self.regions, self.num_blocks, self.row_cache_bytes)
+
+
 class ChunkedTokenDatabase:
     """Maps the tokens of a request to pool keys and to the addresses of its blocks, for one KV cache group.
 
@@ -188,10 +213,9 @@ class ChunkedTokenDatabase:
         self._hash_block_size = hash_block_size or block_size
         self._grid = _core.ChunkGrid(self._block_size, self._hash_block_size)
         self._key_prefix = PoolKey.build_prefix(metadata)
-        self._base_addr: tuple[int, ...] = ()
-        self._block_len: tuple[int, ...] = ()
-        self._row_cache_bytes = DEFAULT_ROW_CACHE_BYTES
-        self._regions: _core.RegionTable | None = None
+        self._memory = _Memory()
+        # The table and what it was made from: a table that somebody else's setter made stale is not used.
+        self._table: tuple[_Memory, _core.RegionTable] | None = None
 
     @property
     def block_size(self) -> int:
@@ -206,32 +230,31 @@ class ChunkedTokenDatabase:
     @property
     def kv_caches_base_addr(self) -> list[int]:
         """Address of block 0 in each region."""
-        return list(self._base_addr)
+        return list(self._memory.base_addr)
 
     @kv_caches_base_addr.setter
     def kv_caches_base_addr(self, kv_caches_base_addr: Iterable[int]) -> None:
-        self._base_addr = tuple(kv_caches_base_addr)
-        self._regions = None
+        self._memory = replace(self._memory, base_addr=tuple(kv_caches_base_addr), regions=(), num_blocks=None)
 
     @property
     def block_len(self) -> list[int]:
         """Bytes of a block in each region, which is also the distance between blocks; repeats over the regions."""
-        return list(self._block_len)
+        return list(self._memory.block_len)
 
     @block_len.setter
     def block_len(self, block_len: Iterable[int]) -> None:
-        self._block_len = tuple(block_len)
-        self._regions = None
+        self._memory = replace(self._memory, block_len=tuple(block_len), regions=(), num_blocks=None)
 
     @property
     def row_cache_bytes(self) -> int:
         """Memory for rows of addresses kept per block, in bytes; the least recently used rows go first."""
-        return self._row_cache_bytes
+        return self._memory.row_cache_bytes
 
     @row_cache_bytes.setter
     def row_cache_bytes(self, row_cache_bytes: int) -> None:
-        self._row_cache_bytes = row_cache_bytes
-        self._regions = None
+        if not 0 <= row_cache_bytes < 2**63:
+            raise LayoutError(f"row_cache_bytes {row_cache_bytes} is not a number of bytes")
+        self._memory = replace(self._memory, row_cache_bytes=row_cache_bytes)
 
     def set_kv_caches_base_addr(self, kv_caches_base_addr: list[int]) -> None:
         """Set the address of block 0 in each region (unsigned 64-bit)."""
@@ -244,15 +267,24 @@ class ChunkedTokenDatabase:
     def set_regions(self, regions: Iterable[Region], num_blocks: int) -> None:
         """Set base, stride and bytes of each region apart, and how many blocks there are.
 
-        From then on block ids are checked against ``num_blocks``. Rows of addresses made before are dropped.
+        From then on block ids are checked against ``num_blocks``. Rows of addresses made before are dropped. Setting
+        base addresses or block lengths afterwards replaces all of this: block lengths are strides again, and the
+        number of blocks is not known.
 
         Raises:
             AddressOverflowError: A number is not unsigned 64-bit.
+            LayoutError: Blocks of a region overlap.
         """
         regions = tuple(regions)
-        self._base_addr = tuple(region.base_addr for region in regions)
-        self._block_len = tuple(region.block_bytes for region in regions)
-        self._regions = _core.RegionTable.from_regions(regions, num_blocks, self._row_cache_bytes)
+        memory = _Memory(
+            tuple(region.base_addr for region in regions),
+            tuple(region.block_bytes for region in regions),
+            regions,
+            num_blocks,
+            self._memory.row_cache_bytes,
+        )
+        self._table = (memory, memory.table())
+        self._memory = memory
 
     def key_for(self, chunk_hash: bytes | memoryview) -> str:
         """Build the key of one chunk hash, of any width.
@@ -291,7 +323,7 @@ class ChunkedTokenDatabase:
             AssertionError: A chunk does not hold a whole number of hash blocks.
             IndexError: The block table is too short.
             LayoutError: A chunk starts below 0 or ends before its start, a block id is negative, or there are regions
-                but no ``block_len``.
+                but no ``block_len``; a chunk of several blocks where other bytes lie between them.
             AddressOverflowError: A block would end past the last 64-bit address.
         """
         if not chunks:
@@ -391,6 +423,7 @@ class ChunkedTokenDatabase:
         )
 
     def _region_table(self) -> _core.RegionTable:
-        if self._regions is None:
-            self._regions = _core.RegionTable(self._base_addr, self._block_len, self._row_cache_bytes)
-        return self._regions
+        memory, made = self._memory, self._table
+        if made is None or made[0] is not memory:
+            made = self._table = (memory, memory.table())
+        return made[1]

@@ -12,6 +12,7 @@ forks, and that one lives to the end.
 Limitations: a child that the parent *forks* without exec holds the pipe open for as long as it lives.
 """
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -46,7 +47,8 @@ def main(grace_seconds: float, command: list[str]) -> None:
 
     waiter = threading.Thread(target=leave_with_command)
     waiter.start()
-    os.write(1, f"{process.pid}\n".encode())
+    with contextlib.suppress(BrokenPipeError):  # the parent died before it could ask: its input has ended as well
+        os.write(1, f"{process.pid}\n".encode())
     while os.read(0, 4096):
         pass
     process.terminate()

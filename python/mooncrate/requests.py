@@ -148,7 +148,7 @@ class ReqMeta:
         can_load = load_spec is not None and load_spec.can_load
         num_full_tokens = tracker.token_len // block_size * block_size
         next_boundary = (tracker.num_saved_tokens // block_size + 1) * block_size
-        can_save = not skip_save and not can_load and num_full_tokens >= next_boundary
+        can_save = bool(not skip_save and not can_load and num_full_tokens >= next_boundary)
         if not can_save and load_spec is None:
             return None
         if can_save:

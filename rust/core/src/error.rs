@@ -105,6 +105,31 @@ pub enum Error {
         /// Blocks registered.
         num_blocks: u64,
     },
+    /// Blocks that lie in each other's bytes.
+    #[error("region {region_index}: blocks of {block_bytes} bytes overlap, {block_stride} bytes apart")]
+    BlocksOverlap {
+        /// The region.
+        region_index: usize,
+        /// Bytes of a block.
+        block_bytes: u64,
+        /// Bytes from one block to the next.
+        block_stride: u64,
+    },
+    /// Several blocks asked for as one run of bytes where other bytes lie between them.
+    #[error(
+        "{num_blocks} blocks of region {region_index} are not one run of bytes: they are {block_bytes} bytes long, \
+         {block_stride} apart"
+    )]
+    BlocksApart {
+        /// Blocks asked for.
+        num_blocks: u64,
+        /// The region.
+        region_index: usize,
+        /// Bytes of a block.
+        block_bytes: u64,
+        /// Bytes from one block to the next.
+        block_stride: u64,
+    },
     /// More answers than keys were asked for.
     #[error("{num_answers} answers to {num_keys} keys")]
     TooManyAnswers {
@@ -198,6 +223,8 @@ impl Error {
             | Self::NoBlockLen { .. }
             | Self::NegativeBlockId { .. }
             | Self::BlockIdPastEnd { .. }
+            | Self::BlocksOverlap { .. }
+            | Self::BlocksApart { .. }
             | Self::TooManyAnswers { .. }
             | Self::TooManyChunks { .. }
             | Self::NoGroups

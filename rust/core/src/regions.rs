@@ -44,10 +44,17 @@ pub struct RegionTable {
 
 impl RegionTable {
     /// A table over `regions`, each of which holds `num_blocks` blocks; `None` when nobody knows.
-    #[must_use]
-    pub fn new(regions: Vec<Region>, num_blocks: Option<u64>) -> Self {
+    ///
+    /// # Errors
+    /// [`Error::BlocksOverlap`] when there are several blocks and they lie in each other's bytes.
+    pub fn new(regions: Vec<Region>, num_blocks: Option<u64>) -> Result<Self, Error> {
+        let overlap = regions.iter().position(|region| region.block_bytes > region.block_stride);
+        if let Some(region_index) = overlap.filter(|_| num_blocks.is_some_and(|num_blocks| num_blocks > 1)) {
+            let Region { block_bytes, block_stride, .. } = regions[region_index];
+            return Err(Error::BlocksOverlap { region_index, block_bytes, block_stride });
+        }
         let last_block_id = regions.iter().map(last_block_id).min().unwrap_or(Some(u64::MAX));
-        Self { regions, last_block_id, num_blocks }
+        Ok(Self { regions, last_block_id, num_blocks })
     }
 
     /// A table in the form of the seed API: block lengths, which are strides too, repeat over the regions when there
@@ -64,7 +71,7 @@ impl RegionTable {
             block_stride: len,
             block_bytes: len,
         });
-        Ok(Self::new(regions.collect(), None))
+        Self::new(regions.collect(), None)
     }
 
     /// The regions, in order.
@@ -86,7 +93,8 @@ impl RegionTable {
     /// Checks that `num_blocks` blocks from `block_id` on can be read, and returns the id.
     ///
     /// # Errors
-    /// [`Error::NegativeBlockId`]; [`Error::BlockIdPastEnd`] when they are not all registered;
+    /// [`Error::NegativeBlockId`]; [`Error::BlockIdPastEnd`] when they are not all registered; [`Error::BlocksApart`]
+    /// when there are several and other bytes lie between them;
     /// [`Error::AddressOverflow`] or [`Error::SizeOverflow`] when they end past the last 64-bit address.
     pub fn check_block(&self, block_id: i64, num_blocks: u64) -> Result<u64, Error> {
         let id = u64::try_from(block_id).map_err(|_| Error::NegativeBlockId { block_id })?;
@@ -122,6 +130,10 @@ impl RegionTable {
     /// Checks region by region that `num_blocks` blocks from block `id` on end inside 64 bits.
     fn check_regions(&self, block_id: i64, id: u64, num_blocks: u64) -> Result<(), Error> {
         for (region_index, region) in self.regions.iter().enumerate() {
+            let Region { block_bytes, block_stride, .. } = *region;
+            if num_blocks > 1 && block_bytes != block_stride {
+                return Err(Error::BlocksApart { num_blocks, region_index, block_bytes, block_stride });
+            }
             let num_bytes = region_bytes(region, num_blocks)?;
             let addr = id.checked_mul(region.block_stride).and_then(|offset| offset.checked_add(region.base_addr));
             if addr.and_then(|addr| addr.checked_add(num_bytes.saturating_sub(1))).is_none() {

@@ -30,7 +30,8 @@ fn numbers() -> impl Strategy<Value = u64> {
 
 fn regions() -> impl Strategy<Value = Vec<Region>> {
     let usual = (0_u64..1 << 47, 0_u64..1 << 24, 0_u64..1 << 24);
-    let any_region = prop_oneof![3 => usual, 1 => (numbers(), numbers(), numbers())];
+    let dense = (0_u64..1 << 47, 0_u64..1 << 24).prop_map(|(base_addr, bytes)| (base_addr, bytes, bytes));
+    let any_region = prop_oneof![6 => dense, 2 => usual, 1 => (numbers(), numbers(), numbers())];
     let region =
         any_region.prop_map(|(base_addr, block_stride, block_bytes)| Region { base_addr, block_stride, block_bytes });
     proptest::collection::vec(region, 0..5)
@@ -43,10 +44,13 @@ fn block_ids() -> impl Strategy<Value = i64> {
 proptest! {
     #[test]
     fn rows_equal_128_bit_arithmetic(regions in regions(), block_id in block_ids(), num_blocks in 0_u64..9) {
-        let table = RegionTable::new(regions.clone(), None);
+        let table = RegionTable::new(regions.clone(), None).unwrap();
         let mut addrs = vec![7];
         let written = table.write_addrs(block_id, num_blocks, &mut addrs);
-        if let Some((expected, sizes)) = wide(&regions, block_id.unsigned_abs(), num_blocks) {
+        if num_blocks > 1 && regions.iter().any(|region| region.block_bytes != region.block_stride) {
+            prop_assert!(written.is_err(), "other bytes lie between these blocks");
+            prop_assert_eq!(addrs, [7], "a row that fails leaves nothing");
+        } else if let Some((expected, sizes)) = wide(&regions, block_id.unsigned_abs(), num_blocks) {
             prop_assert_eq!(written, Ok(()));
             prop_assert_eq!(&addrs[1..], &expected);
             prop_assert_eq!(table.sizes(num_blocks).unwrap(), sizes);
@@ -72,8 +76,8 @@ proptest! {
 
     #[test]
     fn registered_blocks_are_the_limit(num_registered in 0_u64..20, block_id in 0_i64..25, num_blocks in 0_u64..5) {
-        let region = Region { base_addr: 1 << 30, block_stride: 10_000, block_bytes: 8_192 };
-        let table = RegionTable::new(vec![region], Some(num_registered));
+        let region = Region { base_addr: 1 << 30, block_stride: 8_192, block_bytes: 8_192 };
+        let table = RegionTable::new(vec![region], Some(num_registered)).unwrap();
         let first = block_id.unsigned_abs();
         let fits = (first..first + num_blocks.max(1)).all(|id| id < num_registered);
         let error = Error::BlockIdPastEnd { block_id, num_blocks: num_registered };
@@ -130,13 +134,19 @@ fn regions_of_no_bytes_end_where_they_begin() {
 #[test]
 fn a_view_packed_into_a_shared_slot_moves_its_own_bytes() {
     let region = Region { base_addr: 0x1000 + 8_192, block_stride: 10_000, block_bytes: 8_192 };
-    let table = RegionTable::new(vec![region], None);
+    let table = RegionTable::new(vec![region], Some(4)).unwrap();
     let mut addrs = Vec::new();
     table.write_addrs(3, 1, &mut addrs).unwrap();
     assert_eq!(
         (addrs, table.sizes(1).unwrap(), table.row_bytes()),
         (vec![0x1000 + 8_192 + 30_000], vec![8_192], Ok(8_192))
     );
+    let apart = Error::BlocksApart { num_blocks: 2, region_index: 0, block_bytes: 8_192, block_stride: 10_000 };
+    assert_eq!(table.check_block(0, 2), Err(apart), "the bytes between them belong to others");
+    let region = Region { block_bytes: 10_001, ..region };
+    let overlap = Error::BlocksOverlap { region_index: 0, block_bytes: 10_001, block_stride: 10_000 };
+    assert_eq!(RegionTable::new(vec![region], Some(2)), Err(overlap));
+    assert!(RegionTable::new(vec![region], Some(1)).is_ok(), "one block overlaps with none");
 }
 
 #[test]

@@ -9,6 +9,7 @@
 use mooncrate_core::hashes::{ChunkHashIndex, HashSpans};
 use pyo3::buffer::PyBuffer;
 
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyMemoryView, PySlice};
 use pyo3::{PyTraverseError, PyVisit, intern};
@@ -247,6 +248,9 @@ fn bytes_view<'py>(blob: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyMemoryView
     if is_flat {
         return Ok(view);
     }
+    if view.getattr(intern!(py, "format"))?.contains("O")? {
+        return Err(PyTypeError::new_err("an array of objects holds their addresses, not the bytes of hashes"));
+    }
     // `memoryview.cast` refuses formats that `struct` has no single letter for (numpy's fixed-size strings) and
     // empty shapes, while numpy takes the bytes of any contiguous buffer.
     let flat =
@@ -329,6 +333,11 @@ impl PyCompactChunkHashList {
     /// Return how many hashes equal `value`.
     fn count(&self, value: &Bound<'_, PyAny>) -> PyResult<usize> {
         sequence::count(self, value)
+    }
+
+    /// Return the hash of chunk `idx`, as the reference names it.
+    fn _get_value_at<'py>(&self, idx: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        sequence::getitem(self, idx)
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {

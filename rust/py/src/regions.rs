@@ -42,7 +42,11 @@ impl PyRegionTable {
 
     /// A table from `(base_addr, block_stride, block_bytes)` of each region, all of which hold `num_blocks` blocks.
     #[staticmethod]
-    fn from_regions(regions: &Bound<'_, PyAny>, num_blocks: u64, row_cache_bytes: usize) -> PyResult<Self> {
+    fn from_regions(
+        regions: &Bound<'_, PyAny>,
+        num_blocks: &Bound<'_, PyAny>,
+        row_cache_bytes: usize,
+    ) -> PyResult<Self> {
         let region = |region: PyResult<Bound<'_, PyAny>>| {
             let region = region?;
             Ok::<_, PyErr>(Region {
@@ -52,7 +56,8 @@ impl PyRegionTable {
             })
         };
         let regions = regions.try_iter()?.map(region).collect::<PyResult<_>>()?;
-        Ok(Self::with(RegionTable::new(regions, Some(num_blocks)), row_cache_bytes))
+        let num_blocks = extract_u64(num_blocks, "num_blocks")?;
+        Ok(Self::with(RegionTable::new(regions, Some(num_blocks)).map_err(to_py)?, row_cache_bytes))
     }
 
     /// Addresses, sizes and block ids of many chunks, one entry each.
