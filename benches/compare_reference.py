@@ -209,7 +209,7 @@ def plan_rows(prompt: Prompt, rounds: int) -> list[Row]:
 
 
 def peak_mb(call: Callable[[], object]) -> float:
-    """The most memory that Python's allocators held for a call, in MB; the plan's own, 100 bytes a chunk, is not in it."""
+    """The most memory that Python's allocators held for a call, in MB; Rust's own (100 bytes a chunk) is not in it."""
     gc.collect()
     tracemalloc.start()
     answer = call()
