@@ -3,11 +3,12 @@
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError
+from typing import Any
 
 import pytest
 
 from mooncrate import CacheGroup, KVPool, LoadResult, Namespace, PoolLimits, RankTopology, SaveResult
-from mooncrate.data import KeyMetadata, PoolKey, ReqMeta, RequestTracker
+from mooncrate.data import BlobBlockHashes, KeyMetadata, PoolKey, ReqMeta, RequestTracker
 from mooncrate.errors import LayoutError, StoreError
 from mooncrate.memory_store import Call, MemoryStore
 from mooncrate.store_faults import Fault
@@ -274,6 +275,25 @@ def test_rule_18_what_was_queued_does_not_change(pool: KVPool, engine: ToyEngine
     blocker.result()
     assert job.result().num_saved == 2
     assert [store.pool.read(key) for key in keys_of(hashes[:2])] == [engine.object_bytes(one) for one in hashes[:2]]
+
+
+@pytest.mark.parametrize("form", ["list", "buffer"])
+def test_rule_18_hashes_that_are_overwritten_do_not_rename_a_queued_save(
+    pool: KVPool, engine: ToyEngine, store: MemoryStore, form: str
+) -> None:
+    hashes, others, event = prompt("rule 18", 2), prompt("another request", 2), Waiting()
+    engine.compute(hashes, [[1, 2]])
+    blocker = pool.save(to_save(prompt("blocker", 1), [[9]], 16), event=event)
+    event.gate.wait_until_reached()
+    blob, given = bytearray(b"".join(hashes)), list(hashes)
+    view: Any = BlobBlockHashes(blob, len(hashes[0])) if form == "buffer" else given
+    job = pool.save(to_save(view, [[1, 2]], 32))
+    given[:], blob[:] = others, b"".join(others)
+    event.gate.open()
+    blocker.result()
+    assert job.result().num_saved == 2
+    assert [store.pool.read(key) for key in keys_of(hashes)] == [engine.object_bytes(one) for one in hashes]
+    assert store.batch_is_exist(keys_of(others)) == [0, 0]
 
 
 @pytest.mark.parametrize("kind", ["nothing", "present", "unwanted", "null", "failure", "raise", "event", "bad"])

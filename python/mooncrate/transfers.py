@@ -69,7 +69,7 @@ class Request:
 
     Attributes:
         req_id: For messages.
-        block_hashes: Shared with the engine, which only ever appends.
+        block_hashes: As they were: an engine that reuses the list or the buffer does not change what a job saves.
         block_ids: The block table of each group.
         events: To wait for before blocks are touched.
         num_tokens: Tokens to save, or to have loaded.
@@ -88,7 +88,16 @@ class Request:
         """Takes the snapshot."""
         events = tuple(one for one in (req.current_event, event) if one is not None)
         block_ids = tuple(tuple(ids) for ids in req.block_ids)
-        return cls(req.req_id, req.block_hashes, block_ids, events, num_tokens, num_cached_tokens)
+        return cls(req.req_id, _snapshot(req.block_hashes), block_ids, events, num_tokens, num_cached_tokens)
+
+
+def _snapshot(block_hashes: Sequence[bytes | memoryview]) -> Sequence[bytes | memoryview]:
+    """Returns hashes that nobody changes any more; a buffer that cannot be written to is shared."""
+    if isinstance(block_hashes, list):
+        return block_hashes.copy()
+    if isinstance(block_hashes, _core.BlobBlockHashes) and len(block_hashes) and not block_hashes[0].readonly:
+        return _core.BlobBlockHashes(b"".join(block_hashes), block_hashes[0].nbytes)
+    return block_hashes
 
 
 @dataclass(frozen=True)
