@@ -229,8 +229,11 @@ def test_saves_and_loads_say_what_is_wrong_with_a_request(pool: KVPool) -> None:
     ):
         with pytest.raises(LayoutError, match="block tables for 2 KV cache groups, not 1"):
             job.result()
-    with pytest.raises(AssertionError, match="hashes"):
-        pool.save(to_save(hashes, [[1, 2, 3]], 48)).result()
+    for short in (hashes, []):
+        message = rf"has {len(short)} hashes of 16 tokens for 48 tokens"
+        for job in (pool.save(to_save(short, [[1, 2, 3]], 48)), pool.load(to_load(short, [[1, 2, 3]], 48))):
+            with pytest.raises(LayoutError, match=message):
+                job.result()
     with pytest.raises(LayoutError, match="timeout"):
         pool.lookup(32, hashes, timeout=-1.0)
 

@@ -38,7 +38,7 @@ from mooncrate.metrics import Count, PoolMetrics, Recorder
 from mooncrate.pacing import AddressBudget, Backoff, PoolLimits
 from mooncrate.results import LoadResult, SaveResult, SkipReason
 from mooncrate.store import GuardedStore, Store, borrow, describe
-from mooncrate.transfers import Channel, Request, check_devices, check_regions, registered_groups
+from mooncrate.transfers import Channel, Request, check_devices, check_regions, registered_groups, snapshot
 from mooncrate.workers import LoadWorker, SaveWorker
 
 if TYPE_CHECKING:
@@ -92,7 +92,8 @@ class KVPool:
         self._stop = threading.Event()
         self._opened_keys = keys
         self._keys = keys
-        self._lookup_groups = None if keys.missing() else keys.lookup_groups()
+        # With a number that is never used again: lookups are equal only under the same keys.
+        self._lookup_groups = (0, None if keys.missing() else keys.lookup_groups())
         self._registration: Registration | None = None
         self._kv_caches: Sequence[KVCaches] = ()  # keeps their memory alive while the store knows it
         self._channel: Channel | None = None
@@ -241,7 +242,7 @@ class KVPool:
             )
             if keys != self._keys:
                 logger.info("%s", keys.describe())
-            self._keys, self._lookup_groups = keys, keys.lookup_groups()
+            self._keys, self._lookup_groups = keys, (self._lookup_groups[0] + 1, keys.lookup_groups())
 
     def lookup(
         self, num_tokens: int, block_hashes: Sequence[bytes | memoryview], timeout: float = LOOKUP_SECONDS
@@ -272,18 +273,19 @@ class KVPool:
         self._check("lookup")
         if not timeout >= 0:
             raise LayoutError(f"timeout is {timeout}, less than 0 seconds")
-        groups = self._lookup_groups
+        generation, groups = self._lookup_groups
         if groups is None:
             raise LayoutError(
                 f"the namespace does not say {', '.join(self._keys.missing())}, so the keys are not known: register "
                 "the KV caches first, or give these fields to Namespace(...)"
             )
-        plan = LookupPlan(num_tokens, block_hashes, groups, self._keys.hash_block_size)
-        num_hashes = min(len(block_hashes), num_tokens // self._keys.hash_block_size)
+        hashes = snapshot(block_hashes)
+        plan = LookupPlan(num_tokens, hashes, groups, self._keys.hash_block_size)
+        num_hashes = min(len(hashes), num_tokens // self._keys.hash_block_size)
         if num_hashes < 1:
             self._recorder.add(Count.LOOKUPS)
             return _ended(0)
-        key = (id(groups), num_tokens, num_hashes, bytes(block_hashes[0]), bytes(block_hashes[num_hashes - 1]))
+        key = (generation, num_tokens, num_hashes, bytes(hashes[0]), bytes(hashes[num_hashes - 1]))
         return self._lookups.ask(key, plan, timeout)
 
     def save(self, req: ReqMeta, *, event: DeviceEvent | None = None) -> Future[SaveResult]:

@@ -48,6 +48,7 @@ class SaveResult:
         failed: Chunks that the store refused, in the order in which they were sent.
         skipped: Why nothing, or no more, was tried; None when all that was due was tried.
         num_null_blocks: Chunks that were left out because they lie in the null block.
+        has_hole: Whether one of those is of a full-attention group, which nobody can load past.
         error: What the store raised, if it did; the chunks that were in that call are in ``failed``.
     """
 
@@ -58,14 +59,14 @@ class SaveResult:
     failed: tuple[FailedChunk, ...] = ()
     skipped: SkipReason | None = None
     num_null_blocks: int = 0
+    has_hole: bool = False
     error: Exception | None = None
 
     @property
     def is_complete(self) -> bool:
-        """Whether the pool has every chunk now."""
-        return (
-            self.skipped in (None, SkipReason.NOTHING_TO_SAVE) and self.num_present + self.num_saved == self.num_chunks
-        )
+        """Whether the pool has every chunk now that a load of the whole prefix needs of this rank."""
+        is_tried = self.skipped in (None, SkipReason.NOTHING_TO_SAVE)
+        return is_tried and not self.has_hole and self.num_present + self.num_saved == self.num_chunks
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class LoadResult:
             and what was not asked for after it. What such a block holds is undefined.
         codes: How many chunks ended with each code; a chunk that was never asked for has none. A number that is not
             negative is a byte count that is not the one asked for.
+        num_null_blocks: Chunks that had nowhere to go, because their block is the null block.
         error: What the store raised, if it did.
     """
 
@@ -87,9 +89,10 @@ class LoadResult:
     num_bytes: int = 0
     failed_block_ids: tuple[frozenset[int], ...] = ()
     codes: Mapping[int, int] = field(default_factory=dict)
+    num_null_blocks: int = 0
     error: Exception | None = None
 
     @property
     def is_complete(self) -> bool:
-        """Whether every chunk arrived."""
-        return not any(self.failed_block_ids) and self.error is None
+        """Whether every chunk that the prefix needs arrived."""
+        return not any(self.failed_block_ids) and not self.num_null_blocks and self.error is None

@@ -162,12 +162,12 @@ class TensorView:
             return self._said_axis(num_blocks, block_dim)
         found = [axis for axis, size in enumerate(self.shape) if size == num_blocks]
         if len(found) == 1 or (found and num_blocks == 1):
-            return found[0]
+            return self._checked_outermost(found[0], num_blocks)
         if found:
             depth_of = {dim.axis: depth for depth, dim in enumerate(self.dims)}
             *_, second, outermost = sorted(found, key=depth_of.__getitem__)
             if num_blocks > 2 and depth_of[outermost] - depth_of[second] > 1:
-                return outermost
+                return self._checked_outermost(outermost, num_blocks)
             raise LayoutError(
                 f"dimensions {found} of {self} all have the size of {num_blocks} blocks, and the strides do not tell "
                 "which of them counts blocks: say block_dim="
@@ -184,6 +184,19 @@ class TensorView:
                 "that: say block_dim="
             )
         return self.dims[-1].axis
+
+    def _checked_outermost(self, axis: int, num_blocks: int) -> int:
+        """Refuses an axis outside which another one may count the blocks in parts, as kernel blocks do."""
+        if num_blocks > 1:
+            for dim in reversed(self.dims):
+                if dim.axis == axis:
+                    break
+                if dim.size > num_blocks and dim.size % num_blocks == 0:
+                    raise LayoutError(
+                        f"dimension {axis} of {self} has the size of {num_blocks} blocks, but dimension {dim.axis} "
+                        f"of size {dim.size}, which lies outside it, may count them in parts: say block_dim="
+                    )
+        return axis
 
     def _said_axis(self, num_blocks: int, block_dim: int) -> int:
         """Checks what the engine says."""

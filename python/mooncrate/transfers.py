@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from mooncrate import _core
 from mooncrate.errors import LayoutError, StoreError
+from mooncrate.groups import GroupKind
 from mooncrate.metrics import Count, Recorder, Timing
 from mooncrate.store import ResultCode
 
@@ -88,16 +89,22 @@ class Request:
         """Takes the snapshot."""
         events = tuple(one for one in (req.current_event, event) if one is not None)
         block_ids = tuple(tuple(ids) for ids in req.block_ids)
-        return cls(req.req_id, _snapshot(req.block_hashes), block_ids, events, num_tokens, num_cached_tokens)
+        return cls(req.req_id, snapshot(req.block_hashes), block_ids, events, num_tokens, num_cached_tokens)
 
 
-def _snapshot(block_hashes: Sequence[bytes | memoryview]) -> Sequence[bytes | memoryview]:
-    """Returns hashes that nobody changes any more; a buffer that cannot be written to is shared."""
-    if isinstance(block_hashes, list):
-        return block_hashes.copy()
-    if isinstance(block_hashes, _core.BlobBlockHashes) and len(block_hashes) and not block_hashes[0].readonly:
+def snapshot(block_hashes: Sequence[bytes | memoryview]) -> Sequence[bytes | memoryview]:
+    """Returns hashes that nobody can change any more: jobs read them later, when the engine may have reused its memory.
+
+    Only ``bytes`` are shared. A view that cannot be written through says nothing about who else writes.
+    """
+    if isinstance(block_hashes, _core.BlobBlockHashes):
+        if not len(block_hashes) or type(block_hashes[0].obj) is bytes:
+            return block_hashes
         return _core.BlobBlockHashes(b"".join(block_hashes), block_hashes[0].nbytes)
-    return block_hashes
+    hashes = list(block_hashes)
+    if set(map(type, hashes)) <= {bytes}:
+        return hashes
+    return [bytes(memoryview(one)) for one in hashes]  # through a view: bytes(5) would be five zeros
 
 
 @dataclass(frozen=True)
@@ -131,18 +138,28 @@ class Channel:
                 f"request {request.req_id} has block tables for {len(request.block_ids)} KV cache groups, not "
                 f"{len(self.groups)}"
             )
+        size = self.groups[0].database.hash_block_size
+        if (num_hashes := len(request.block_hashes)) < request.num_tokens // size:
+            # Without this check no hashes would mean no chunks, and so nothing left to do.
+            raise LayoutError(
+                f"request {request.req_id} has {num_hashes} hashes of {size} tokens for {request.num_tokens} tokens"
+            )
         with self.recorder.timed(Timing.PLAN):
             plans = [plan_of(group, ids) for group, ids in zip(self.groups, request.block_ids, strict=True)]
             num_null_blocks = sum(plan.num_null_blocks for plan in plans)
+            has_hole = any(
+                plan.num_null_blocks and group.group.kind is GroupKind.FULL_ATTENTION
+                for group, plan in zip(self.groups, plans, strict=True)
+            )
             if len(plans) == 1:
-                work = Work(plans[0], (0,) * len(plans[0]), self, num_null_blocks)
+                work = Work(plans[0], (0,) * len(plans[0]), self, num_null_blocks, has_hole)
             else:
                 joined = _core.TransferPlan.concat(plans)
                 group_ids = [group_id for group_id, plan in enumerate(plans) for _ in range(len(plan))]
                 chunks = joined.chunks
                 order = sorted(range(len(joined)), key=lambda index: chunks[index][1])
                 ordered = tuple(group_ids[index] for index in order)
-                work = Work(joined.select(order), ordered, self, num_null_blocks)
+                work = Work(joined.select(order), ordered, self, num_null_blocks, has_hole)
         self.recorder.add(Count.NULL_BLOCKS, num_null_blocks)
         return work
 
@@ -209,12 +226,14 @@ class Work:
         group_ids: The group of each.
         channel: Where it goes.
         num_null_blocks: Chunks that were left out.
+        has_hole: Whether one of them is of a full-attention group, which makes what follows it useless.
     """
 
     plan: _core.TransferPlan
     group_ids: tuple[int, ...]
     channel: Channel
     num_null_blocks: int
+    has_hole: bool
 
     def chunk(self, index: int) -> tuple[int, int]:
         """Returns group and chunk id of a chunk of the plan."""

@@ -90,6 +90,7 @@ class _Save:
             failed=tuple(self._failed),
             skipped=skipped,
             num_null_blocks=self.work.num_null_blocks,
+            has_hole=self.work.has_hole,
             error=self._error,
         )
 
@@ -264,32 +265,35 @@ class _Load:
             num_bytes=self._num_bytes,
             failed_block_ids=tuple(map(frozenset, failed)),
             codes=dict(self._codes),
+            num_null_blocks=self.work.num_null_blocks,
             error=self._error,
         )
 
     def _usable_tokens(self) -> int:
         """Returns the longest prefix that is good in every group, down to what the engine held before."""
-        loaded: list[set[int]] = [set() for _ in self._channel.groups]
         num_cached, limit = self._request.num_cached_tokens, self._request.num_tokens
+        has = [_held_chunks(group.group, num_cached) for group in self._channel.groups]
+        is_cached_whole = True
         for index, is_loaded in enumerate(self._is_loaded):
             group_id, chunk_id = self.work.chunk(index)
             if is_loaded:
-                loaded[group_id].add(chunk_id)
+                has[group_id].add(chunk_id)
             else:  # a block of which the engine held a part may have been overwritten
-                num_cached = min(num_cached, self.work.plan.chunks[index][0])
-        for group, start, has in zip(self._channel.groups, self._needs, loaded, strict=True):
+                has[group_id].discard(chunk_id)
+                is_cached_whole &= self.work.plan.chunks[index][0] >= num_cached
+        for group, start, chunks in zip(self._channel.groups, self._needs, has, strict=True):
             if group.group.kind is GroupKind.FULL_ATTENTION:
                 size = group.group.block_size
-                first = next(chunk for chunk in itertools.count(start // size) if chunk not in has)
+                first = next(chunk for chunk in itertools.count(start // size) if chunk not in chunks)
                 limit = min(limit, first * size)
         unit = self._channel.unit
-        for num_tokens in range(limit // unit * unit, num_cached, -unit):
+        for num_tokens in range(limit // unit * unit, num_cached if is_cached_whole else 0, -unit):
             if all(
-                _is_good(group.group, num_tokens, num_cached, has)
-                for group, has in zip(self._channel.groups, loaded, strict=True)
+                _is_good(group.group, num_tokens, chunks)
+                for group, chunks in zip(self._channel.groups, has, strict=True)
             ):
                 return num_tokens
-        return min(num_cached, limit)
+        return num_cached if is_cached_whole else 0
 
 
 def needed_tokens(group: CacheGroup, request: Request) -> int:
@@ -323,10 +327,14 @@ def tail_start(group: CacheGroup, num_tokens: int) -> int:
     return max(0, num_tokens - (window - 1)) // size * size
 
 
-def _is_good(group: CacheGroup, num_tokens: int, num_cached: int, loaded: set[int]) -> bool:
+def _held_chunks(group: CacheGroup, num_cached: int) -> set[int]:
+    """Returns the whole chunks that an engine with so many tokens holds: of a tail no more than it needs itself."""
+    return set(range(tail_start(group, num_cached) // group.block_size, num_cached // group.block_size))
+
+
+def _is_good(group: CacheGroup, num_tokens: int, chunks: set[int]) -> bool:
     """Tells whether a group that needs the end of a prefix has it there."""
     if group.kind is GroupKind.FULL_ATTENTION:
         return True  # by the limit
     size = group.block_size
-    start = max(tail_start(group, num_tokens), num_cached // size * size)
-    return all(chunk in loaded for chunk in range(start // size, -(-num_tokens // size)))
+    return all(chunk in chunks for chunk in range(tail_start(group, num_tokens) // size, -(-num_tokens // size)))
