@@ -23,6 +23,7 @@ shows that tensors share slots, so they stay in the order of the mapping.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from mooncrate.errors import LayoutError, StoreError
 from mooncrate.groups import check_integer
+from mooncrate.layout_text import describe_dtypes, describe_group, natural_key
 from mooncrate.store import describe
 from mooncrate.tensor_view import Region, TensorView
 
@@ -65,10 +67,14 @@ class KVLayout:
         storages: The memory that the regions lie in, in order of first use. One per storage of torch, however many
             tensors view it, and one for several that are the same memory; from the first to the last byte that a
             tensor covers, so never more than the storage, and less where nothing views its ends.
+        dtype: Type of the numbers; several, joined by ``+``, in the natural order of layers.
+        text: What the bytes of a block mean, in words of `mooncrate.layout_text`.
     """
 
     regions: tuple[Region, ...]
     storages: tuple[Storage, ...]
+    dtype: str
+    text: str
 
 
 @dataclass(frozen=True)
@@ -78,10 +84,14 @@ class KVGroupsLayout:
     Attributes:
         regions: The regions of each group.
         storages: The memory of all groups, each storage once, as in `KVLayout`.
+        dtypes: The type of each group.
+        texts: The text of each group.
     """
 
     regions: tuple[tuple[Region, ...], ...]
     storages: tuple[Storage, ...]
+    dtypes: tuple[str, ...]
+    texts: tuple[str, ...]
 
 
 def describe_kv_caches(
@@ -120,7 +130,7 @@ def describe_kv_caches(
         [(0, 2048, 2048), (204800, 2048, 2048)]
     """
     layout = describe_kv_cache_groups([kv_caches], num_blocks, block_dim=block_dim)
-    return KVLayout(layout.regions[0], layout.storages)
+    return KVLayout(layout.regions[0], layout.storages, layout.dtypes[0], layout.texts[0])
 
 
 def describe_kv_cache_groups(
@@ -146,18 +156,15 @@ def describe_kv_cache_groups(
     if isinstance(block_dim, Mapping) and (unknown := set(block_dim).difference(*groups)):
         raise LayoutError(f"block_dim names {sorted(unknown)}, which are not among the layers")
     views: list[TensorView] = []
-    regions: list[tuple[Region, ...]] = []
+    described: list[tuple[tuple[Region, ...], str, str]] = []
     for group_id, kv_caches in enumerate(groups):
         if not kv_caches:
             raise LayoutError(f"0 layers in group {group_id}: there is nothing to describe")
-        group_regions: list[Region] = []
-        for layer, value in kv_caches.items():
-            said = block_dim.get(layer) if isinstance(block_dim, Mapping) else block_dim
-            for view in _views_of(layer, value):
-                group_regions += view.regions(num_blocks, said)
-                views.append(view)
-        regions.append(_in_order(group_regions, num_blocks))
-    return KVGroupsLayout(tuple(regions), _storages_of(views))
+        group_views = {layer: _views_of(layer, value) for layer, value in kv_caches.items()}
+        described.append(_describe_group(group_views, num_blocks, block_dim))
+        views += itertools.chain.from_iterable(group_views.values())
+    regions, dtypes, texts = zip(*described, strict=True)
+    return KVGroupsLayout(regions, _storages_of(views), dtypes, texts)
 
 
 class BufferStore(Protocol):
@@ -240,15 +247,38 @@ def _views_of(layer: str, value: Tensor | Sequence[Tensor]) -> list[TensorView]:
     return [TensorView.of(f"tensor {index} of layer {layer!r}", tensor) for index, tensor in enumerate(value)]
 
 
-def _in_order(regions: Sequence[Region], num_blocks: int) -> tuple[Region, ...]:
-    """Drops what is there already, then sorts and merges regions that share slots; see the module."""
-    unique = list(dict.fromkeys(regions))
+def _describe_group(
+    views: Mapping[str, Sequence[TensorView]], num_blocks: int, block_dim: int | Mapping[str, int] | None
+) -> tuple[tuple[Region, ...], str, str]:
+    """Returns regions, type and text of one group."""
+    tensors: list[tuple[str, str]] = []
+    first_owner = {}
+    said = {layer: block_dim.get(layer) if isinstance(block_dim, Mapping) else block_dim for layer in views}
+    for layer in sorted(views, key=natural_key):
+        first_owner[layer] = len(tensors)
+        tensors += [(view.describe_order(num_blocks, said[layer]), view.dtype) for view in views[layer]]
+    owner_of: dict[Region, int] = {}
+    for layer, layer_views in views.items():
+        for owner, view in enumerate(layer_views, first_owner[layer]):
+            for region in view.regions(num_blocks, said[layer]):
+                # Of layers that view the same bytes the first by name, whatever the order of the mapping.
+                owner_of[region] = min(owner, owner_of.get(region, owner))
+    regions, owners = _in_order(owner_of, num_blocks)
+    return regions, describe_dtypes(dtype for _, dtype in tensors), describe_group(tensors, owners)
+
+
+def _in_order(owner_of: Mapping[Region, int], num_blocks: int) -> tuple[tuple[Region, ...], list[int]]:
+    """Sorts and merges regions that share slots, see the module; returns whose they are, from before they merge."""
+    unique = list(owner_of)
     spans = [(base, base + (num_blocks - 1) * stride + num_bytes) for base, stride, num_bytes in unique]
     ordered: list[Region] = []
+    owners: list[int] = []
     for indexes in _overlapping(spans):
         members = [unique[index] for index in indexes]
-        ordered += _merged(members) or members
-    return tuple(ordered)
+        merged = _merged(members)
+        ordered += merged or members
+        owners += [owner_of[region] for region in (sorted(members) if merged else members)]
+    return tuple(ordered), owners
 
 
 def _merged(members: Sequence[Region]) -> list[Region]:

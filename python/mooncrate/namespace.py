@@ -9,6 +9,10 @@ model's name:
 Rationale: fields stand in a fixed order under their names, one that is not known is left out, and whatever could be
 taken for punctuation is written as ``%XX``; so are the same characters in the model's name and the user's prefix. Hence
 two different sets of values never give one key.
+
+# Limitations
+Every rank looks for the objects of all ranks under its own fingerprint. Pipeline stages of unlike layers differ in
+``block_bytes`` and ``layout`` and would never find each other's: give both, alike on all stages.
 """
 
 from __future__ import annotations
@@ -17,7 +21,6 @@ import dataclasses
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
 from mooncrate.errors import LayoutError
@@ -26,10 +29,8 @@ from mooncrate.groups import check_integer
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torch import Tensor
-
     from mooncrate.groups import CacheGroup, RankTopology
-    from mooncrate.tensor_view import Region
+    from mooncrate.kv_caches import KVGroupsLayout
 
 RESERVED: Final = re.compile(rb"[^A-Za-z0-9._/*+:-]")
 """What is escaped: everything but these, so ``@ % ( ) , =``, spaces, control characters and non-ASCII text too."""
@@ -58,7 +59,7 @@ class Namespace:
         kv_dtype: Type of the numbers, as the engine means it: ``fp8_e4m3`` may lie in tensors of bytes.
         block_size: Tokens per block.
         block_bytes: Bytes of one chunk over all regions, which is one object.
-        layout: Order of the numbers within a block, as `describe_layout` has it or in the engine's own words.
+        layout: Order of the numbers within a block, as `mooncrate.layout_text` has it or in the engine's own words.
         tp_size: Tensor-parallel ranks.
         pp_size: Pipeline stages.
         model_revision: Of the weights.
@@ -111,23 +112,19 @@ class Namespace:
         }
         return self._filled(known, len(groups), are_checked=tuple(known))
 
-    def with_tensors(
-        self,
-        kv_caches: Sequence[Mapping[str, Tensor | Sequence[Tensor]]],
-        regions: Sequence[Sequence[Region]],
-        num_blocks: int,
-    ) -> Namespace:
+    def with_layout(self, layout: KVGroupsLayout) -> Namespace:
         """Fills in what tensors tell. Type and layout that the engine named stay: it knows what it means by them.
 
         Raises:
-            LayoutError: ``block_bytes`` was given and is not so.
+            LayoutError: ``block_bytes`` was given and is not so; with several pipeline stages it may be that of others.
         """
         known = {
-            "kv_dtype": _shared([describe_dtype(layers) for layers in kv_caches]),
-            "block_bytes": _shared([sum(region.block_bytes for region in group) for group in regions]),
-            "layout": _shared([describe_layout(layers, num_blocks) for layers in kv_caches]),
+            "kv_dtype": _shared(layout.dtypes),
+            "block_bytes": _shared([sum(region.block_bytes for region in group) for group in layout.regions]),
+            "layout": _shared(layout.texts),
         }
-        return self._filled(known, len(kv_caches), are_checked=("block_bytes",))
+        is_alone = (self.pp_size or 1) == 1
+        return self._filled(known, len(layout.regions), are_checked=("block_bytes",) if is_alone else ())
 
     def _fields(self) -> list[tuple[str, object]]:
         values = [(one.name, getattr(self, one.name)) for one in dataclasses.fields(self)]
@@ -139,46 +136,6 @@ class Namespace:
             if any(_of_group(given[name], group) != _of_group(known[name], group) for group in range(num_groups)):
                 raise LayoutError(f"namespace: {name} is {given[name]}, but it was found to be {known[name]}")
         return dataclasses.replace(self, **{**known, **given})  # type: ignore[arg-type]
-
-
-def describe_dtype(layers: Mapping[str, Tensor | Sequence[Tensor]]) -> str:
-    """Returns the type of a group's tensors; several, joined by ``+``, in order of first use.
-
-    >>> import torch
-    >>> describe_dtype({"0": torch.zeros(2, dtype=torch.bfloat16), "1": torch.zeros(2)})
-    'bfloat16+float32'
-    """
-    return "+".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in _tensors(layers)))
-
-
-def describe_layout(layers: Mapping[str, Tensor | Sequence[Tensor]], num_blocks: int) -> str:
-    """Returns the order of numbers of a group's tensors, outermost in memory first, whatever the number of blocks.
-
-    A size of ``num_blocks`` is ``n``. Where the dimensions are not in the order of memory, their order follows.
-
-    >>> import torch
-    >>> nhd = torch.zeros(100, 16, 8, 128)  # blocks, tokens, heads, head size
-    >>> describe_layout({"0": nhd, "1": nhd}, num_blocks=100)
-    '2x[n*16*8*128]'
-    >>> describe_layout({"0": torch.zeros(100, 8, 16, 128).transpose(1, 2)}, num_blocks=100)
-    '1x[n*8*16*128:0.2.1.3]'
-    """
-    texts = [_describe_order(tensor, num_blocks) for tensor in _tensors(layers)]
-    return "+".join(f"{len(list(same))}x[{text}]" for text, same in groupby(texts))
-
-
-def _describe_order(tensor: Tensor, num_blocks: int) -> str:
-    strides = tensor.stride()
-    axes = sorted(range(tensor.dim()), key=lambda axis: (-strides[axis], axis))
-    sizes = "*".join("n" if tensor.shape[axis] == num_blocks else str(tensor.shape[axis]) for axis in axes)
-    return sizes if axes == sorted(axes) else f"{sizes}:{'.'.join(map(str, axes))}"
-
-
-def _tensors(layers: Mapping[str, Tensor | Sequence[Tensor]]) -> list[Tensor]:
-    tensors: list[Tensor] = []
-    for value in layers.values():
-        tensors += value if isinstance(value, Sequence) else [value]
-    return tensors
 
 
 def _shared(values: Sequence[object]) -> object:

@@ -219,7 +219,7 @@ class KVPool:
                 check_devices(layers)
             keys = self._opened_keys
             if keys.namespace is not None:
-                keys = replace(keys, namespace=keys.namespace.with_tensors(layers, layout.regions, num_blocks))
+                keys = replace(keys, namespace=keys.namespace.with_layout(layout))
             # First of all, so that a job which is being queued right now is either seen here or does nothing.
             self._retired.set()
             if num_jobs := self._savers.num_unfinished + self._loaders.num_unfinished:

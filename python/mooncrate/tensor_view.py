@@ -46,6 +46,7 @@ class TensorView:
         shape: As torch has it.
         dims: The dimensions of more than one element, innermost in memory first. Each stride is at least the bytes that
             the dimensions before it cover. What torch says about strides of other dimensions means nothing.
+        dtype: Type of an element, without ``torch.``.
         item_bytes: Bytes of an element.
         start: Address of the first byte.
         end: Address after the last byte that an element covers.
@@ -56,6 +57,7 @@ class TensorView:
     name: str
     shape: tuple[int, ...]
     dims: tuple[Dim, ...]
+    dtype: str
     item_bytes: int
     start: int
     end: int
@@ -104,7 +106,8 @@ class TensorView:
                 f"{name} of shape {shape} covers {num_bytes} bytes at {start:#x}, outside its storage of "
                 f"{storage.nbytes()} bytes at {storage_start:#x}"
             )
-        return cls(name, shape, tuple(dims), item_bytes, start, end, storage_start, storage_end)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return cls(name, shape, tuple(dims), dtype, item_bytes, start, end, storage_start, storage_end)
 
     def __str__(self) -> str:
         """Names the tensor with the numbers that decide."""
@@ -151,6 +154,26 @@ class TensorView:
             block_stride = run  # never used, and torch's stride of a dimension of size 1 means nothing
         steps = itertools.product(*(range(0, dim.size * dim.stride, dim.stride) for dim in outer))
         return [Region(self.start + sum(step), block_stride, run) for step in steps]
+
+    def describe_order(self, num_blocks: int, block_dim: int | None) -> str:
+        """Returns the sizes of a block's dimensions, outermost in memory first, and ``n`` for the number of blocks.
+
+        Kernel blocks are a dimension of their own, behind that of the blocks. Where the dimensions are not in the
+        order of memory, their order follows. Dimensions of size 1 order nothing and are left out.
+        """
+        block_axis = self.block_axis(num_blocks, block_dim)
+        sizes = []
+        for dim in reversed(self.dims):
+            if dim.axis != block_axis:
+                sizes.append(str(dim.size))
+            else:
+                sizes += ["n"] if dim.size == num_blocks else ["n", str(dim.size // num_blocks)]
+        axes = [dim.axis for dim in reversed(self.dims)]
+        text = "*".join(sizes)
+        if axes == sorted(axes):
+            return text
+        rank_of = {axis: rank for rank, axis in enumerate(sorted(axes))}
+        return f"{text}:{'.'.join(str(rank_of[axis]) for axis in axes)}"
 
     def block_axis(self, num_blocks: int, block_dim: int | None) -> int:
         """Returns the dimension that counts blocks, by the rule in `mooncrate.kv_caches.describe_kv_caches`.
