@@ -1,6 +1,8 @@
 """The rules on what a store does wrong, one or more tests each, on a store in memory that is told to do it."""
 
+import asyncio
 from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError, Future
 
 import pytest
 
@@ -133,24 +135,51 @@ def test_rule_21_an_exception_fails_one_save_and_no_other(
     assert saved(pool, engine, first, [1, 2]).is_complete
 
 
-def test_rule_21_a_thread_that_ends_is_noticed_at_the_next_call(pool: KVPool, engine: ToyEngine) -> None:
-    class Exit:
+@pytest.mark.parametrize(
+    "error",
+    [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), CancelledError(), asyncio.CancelledError()],
+    ids=lambda error: f"{type(error).__module__}.{type(error).__name__}",
+)
+def test_rule_21_whatever_ends_a_thread_elsewhere_ends_one_job_here(
+    pool: KVPool, engine: ToyEngine, error: BaseException
+) -> None:
+    class Ending:
         def synchronize(self) -> None:
-            raise SystemExit
+            raise error
 
     hashes = prompt("rule 21", 1)
     engine.compute(hashes, [[1]])
-    busy = Waiting()
-    first = pool.save(to_save(prompt("busy", 1), [[2]], 16), event=busy)
-    busy.gate.wait_until_reached()
-    job = pool.save(to_save(hashes, [[1]], 16), event=Exit())
+    first = pool.save(to_save(hashes, [[1]], 16), event=Ending())
     waiting = pool.save(to_save(hashes, [[1]], 16))
+    failure = first.exception(30)
+    assert isinstance(failure, StoreError)  # not the error itself, which would end the thread that asks, too
+    assert failure.__cause__ is error
+    assert not first.cancelled()
+    assert waiting.result(30).num_saved == 1
+    loading = pool.load(to_load(hashes, [[2]], 16), event=Ending())
+    assert isinstance(loading.exception(30), StoreError)
+    assert loaded(pool, hashes, [3]).num_tokens == 16
+    counts = pool.metrics().counts
+    assert (counts["saves_failed"], counts["loads_failed"]) == (1, 1)
+
+
+@pytest.mark.parametrize("error", [SystemExit(), KeyboardInterrupt(), CancelledError(), ValueError("mine")])
+def test_rule_21_a_callback_that_raises_ends_no_job_and_no_thread(
+    pool: KVPool, engine: ToyEngine, error: BaseException
+) -> None:
+    def fail(_: Future[SaveResult]) -> None:
+        raise error
+
+    busy = Waiting()
+    jobs = [pool.save(to_save(prompt("busy", 1), [[2]], 16), event=busy)]
+    busy.gate.wait_until_reached()
+    # More than there are threads.
+    jobs += [pool.save(to_save(prompt(f"rule 21 {number}", 1), [[1]], 16)) for number in range(4)]
+    for job in jobs:
+        job.add_done_callback(fail)
     busy.gate.open()
-    first.result()
-    assert isinstance(job.exception(30), SystemExit)
-    assert isinstance(waiting.exception(30), StoreError)
-    with pytest.raises(StoreError, match="a save thread ended with SystemExit"):
-        pool.save(to_save(hashes, [[1]], 16))
+    assert [job.result(30).num_saved for job in jobs] == [1] * 5
+    assert saved(pool, engine, prompt("later", 2), [3, 4]).is_complete
 
 
 @pytest.mark.parametrize("vanished", range(5))

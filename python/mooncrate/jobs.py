@@ -12,12 +12,13 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import CancelledError, Future, InvalidStateError
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from mooncrate.errors import StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +27,10 @@ _job_ids: Final = itertools.count(1)
 
 
 def settle(future: Future[Result], result: Result | None = None, error: BaseException | None = None) -> bool:
-    """Ends a future unless it has ended; returns whether this did it."""
+    """Ends a future unless it has ended; returns whether this did it.
+
+    Nothing that its callbacks raise comes through: whoever ends a future has others to end.
+    """
     try:
         if error is not None:
             future.set_exception(error)
@@ -34,6 +38,8 @@ def settle(future: Future[Result], result: Result | None = None, error: BaseExce
             future.set_result(result)  # type: ignore[arg-type]
     except InvalidStateError:
         return False
+    except BaseException:  # SystemExit and its like; a future deals with the others itself
+        logger.exception("a callback of a future failed")
     return True
 
 
@@ -48,32 +54,23 @@ class Job(Generic[Result]):
     Attributes:
         job_id: Its number, unique in this process.
         name: For messages.
+        work: What to do, in a worker's thread.
         future: Ends when the job does.
     """
 
     def __init__(self, name: str, work: Callable[[], Result]) -> None:
-        """Describes a job; ``work`` runs in a worker's thread."""
+        """Describes a job."""
         self.job_id: Final = next(_job_ids)
         self.name: Final = name
+        self.work: Final = work
         self.future: Final[Future[Result]] = Future()
-        self._work = work
-
-    def run(self) -> Result:
-        """Works; ending the future is for the caller.
-
-        Raises:
-            CancelledError: Somebody cancelled the job before it began.
-        """
-        if not self.future.set_running_or_notify_cancel():
-            raise CancelledError
-        return self._work()
 
 
 class Workers(Generic[Result]):
     """Threads that run jobs of one kind in the order in which they came, from a queue that does not grow.
 
-    An exception ends the job that raised it, with its traceback, and the thread goes on. A thread that is gone all the
-    same (``SystemExit`` in somebody's callback) ends the jobs that wait, and shows at the next `offer` or `put`.
+    Whatever a job or a callback raises, ``SystemExit`` too, ends that job alone, and the thread goes on. A thread that
+    is gone all the same ends the jobs that wait, and shows at the next `offer` or `put`.
     """
 
     def __init__(
@@ -138,6 +135,20 @@ class Workers(Generic[Result]):
                     return self._append(job)
                 self._changed.wait()
 
+    @contextmanager
+    def held(self) -> Iterator[int]:
+        """Keeps jobs from being queued, from beginning and from ending for the time of a ``with``.
+
+        Yields:
+            How many wait or run.
+        """
+        with self._changed:
+            yield len(self._unfinished)
+
+    def has_thread(self, thread: threading.Thread) -> bool:
+        """Tells whether a thread is one of these."""
+        return thread in self._threads
+
     def close(self) -> None:
         """Refuses new jobs; those that are there go on, and threads end after the last. Idempotent."""
         with self._changed:
@@ -181,7 +192,8 @@ class Workers(Generic[Result]):
                 f"a {self.name} thread ended with {self._cause_of_death!r}: close this pool and open a new one"
             ) from self._cause_of_death
 
-    def _take(self) -> Job[Result] | None:
+    def _take(self) -> tuple[Job[Result], bool] | None:
+        """Returns a job that begins now, and whether anybody still wants it; None when there will be none."""
         with self._changed:
             while not self._queue:
                 if self._is_closed or self._cause_of_death is not None:
@@ -189,32 +201,35 @@ class Workers(Generic[Result]):
                 self._changed.wait()
             job = self._queue.popleft()
             self._changed.notify_all()
-            return job
+            # Under the lock: for `abandon` a job either waits in the queue or runs.
+            return job, job.future.set_running_or_notify_cancel()
 
     def _loop(self) -> None:
-        """Runs jobs; the only place that catches what they raise."""
-        while (job := self._take()) is not None:
-            if not self._work_on(job):
-                return
-            del job  # a thread that waits holds nobody's blocks
-
-    def _work_on(self, job: Job[Result]) -> bool:
-        """Runs a job and ends it; returns whether the thread goes on."""
+        """Runs jobs."""
         try:
-            result = job.run()
-        except CancelledError:
-            self._end(job)
-        except Exception as error:  # fails this job, and no other
-            logger.exception("%s failed", job.name)
-            self._end(job, error=error)
+            while (taken := self._take()) is not None:
+                self._work_on(*taken)
+                del taken  # a thread that waits holds nobody's blocks
         except BaseException as error:
-            logger.exception("%s ended its thread", job.name)
+            logger.exception("a %s thread ended", self.name)
             self._die(error)
-            self._end(job, error=error)
-            return False
+
+    def _work_on(self, job: Job[Result], is_wanted: bool) -> None:
+        """Runs a job and ends it; the only place that catches what jobs raise."""
+        if not is_wanted:
+            self._end(job)
+            return
+        try:
+            result = job.work()
+        except BaseException as error:  # fails this job, and no other
+            logger.exception("%s failed", job.name)
+            if not isinstance(error, Exception) or isinstance(error, CancelledError):
+                # As they are they would end the thread that waits for the job, or say that it never began.
+                self._end(job, error=_caused_by(error, f"{job.name} ended with {error!r}"))
+            else:
+                self._end(job, error=error)
         else:
             self._end(job, result)
-        return True
 
     def _end(self, job: Job[Result], result: Result | None = None, error: BaseException | None = None) -> bool:
         """Ends a job unless it has ended; returns whether this did it.
@@ -228,17 +243,22 @@ class Workers(Generic[Result]):
         settle(job.future, result, error)
         try:
             self._on_end(job.future)
-        except Exception:
+        except BaseException:
             logger.exception("what follows the end of %s failed", job.name)
         return True
 
     def _die(self, error: BaseException) -> None:
-        reason = StoreError(f"a {self.name} thread ended with {error!r} before this was done")
-        reason.__cause__ = error
+        """Ends the jobs that wait, when a thread could not go on."""
         with self._changed:
             self._cause_of_death = error
             waiting = list(self._queue)
             self._queue.clear()
             self._changed.notify_all()
         for job in waiting:
-            self._end(job, error=reason)
+            self._end(job, error=_caused_by(error, f"a {self.name} thread ended with {error!r} before this was done"))
+
+
+def _caused_by(cause: BaseException, message: str) -> StoreError:
+    error = StoreError(message)
+    error.__cause__ = cause
+    return error

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from mooncrate.errors import StoreError
@@ -73,7 +74,7 @@ class Lookups:
         self._flights: dict[Hashable, Flight] = {}
         self._deadlines: list[tuple[float, int, Flight, Future[int]]] = []  # a heap
         self._order = itertools.count()
-        self._num_workers = 0
+        self._workers: set[threading.Thread] = set()
         self._num_idle = 0
         self._num_stuck = 0
         self._watch: threading.Thread | None = None
@@ -136,14 +137,17 @@ class Lookups:
             self._changed.notify_all()
         self._fail(waiters, Count.LOOKUPS_FAILED)
         with self._changed:
-            self._changed.wait_for(lambda: not self._num_workers, seconds_until(deadline))
+            own = {threading.current_thread()}  # of a callback
+            self._changed.wait_for(lambda: self._workers <= own, seconds_until(deadline))
 
     def _hire(self) -> None:
         """Starts a thread if one is needed and may be."""
-        is_needed = self._num_idle < len(self._queue) and self._num_workers - self._num_stuck < self._num_threads
-        if is_needed and self._num_workers < self._num_threads + self._max_stuck:
-            threading.Thread(target=self._loop, name="mooncrate-lookup", daemon=True).start()
-            self._num_workers += 1
+        num_workers = len(self._workers)
+        is_needed = self._num_idle < len(self._queue) and num_workers - self._num_stuck < self._num_threads
+        if is_needed and num_workers < self._num_threads + self._max_stuck:
+            thread = threading.Thread(target=self._loop, name="mooncrate-lookup", daemon=True)
+            thread.start()
+            self._workers.add(thread)
 
     def _loop(self) -> None:
         """Runs flights; the only place that catches what they raise."""
@@ -152,7 +156,7 @@ class Lookups:
             try:
                 with self._recorder.timed(Timing.LOOKUP):
                     num_tokens = self._fly(flight)
-            except Exception:
+            except BaseException:  # a panic in the store must not take the thread, and everybody who waits, with it
                 failure = Count.LOOKUPS_FAILED
                 logger.warning("a lookup failed and counts as 0 tokens", exc_info=True)
             waiters, is_spare = self._land(flight)
@@ -208,14 +212,14 @@ class Lookups:
             self._forget(flight)
             if flight.is_overdue:
                 self._num_stuck -= 1
-            is_spare = self._num_workers - self._num_stuck > self._num_threads or self._is_closed
+            is_spare = len(self._workers) - self._num_stuck > self._num_threads or self._is_closed
             if is_spare:
                 self._leave()
             self._changed.notify_all()
             return waiters, is_spare
 
     def _leave(self) -> None:
-        self._num_workers -= 1
+        self._workers.discard(threading.current_thread())
         self._changed.notify_all()
 
     def _forget(self, flight: Flight) -> None:
@@ -231,7 +235,8 @@ class Lookups:
                 if self._is_closed:
                     return
                 late = self._pop_late()
-            self._fail(late, Count.LOOKUPS_LATE)
+            for waiter in late:
+                self._fail_apart(waiter)
 
     def _seconds_to_deadline(self) -> float | None:
         while self._deadlines and self._deadlines[0][3].done():
@@ -256,6 +261,14 @@ class Lookups:
                 self._queue.remove(flight)
         return late
 
+    def _fail_apart(self, waiter: Future[int]) -> None:
+        """Tells 0 in a thread of its own: a callback that takes its time must not make others wait past theirs."""
+        tell = partial(self._fail, [waiter], Count.LOOKUPS_LATE)
+        try:
+            threading.Thread(target=tell, name="mooncrate-lookup-late", daemon=True).start()
+        except RuntimeError:  # no more threads
+            tell()
+
     def _tell(self, waiters: Sequence[Future[int]], num_tokens: int) -> None:
         self._settle(waiters, num_tokens, Count.HIT_TOKENS, num_tokens)
 
@@ -264,8 +277,5 @@ class Lookups:
 
     def _settle(self, waiters: Sequence[Future[int]], num_tokens: int, count: Count, number: int) -> None:
         for waiter in waiters:
-            try:
-                if settle(waiter, num_tokens):
-                    self._recorder.add(count, number)
-            except BaseException:  # a callback that wants to end the thread must not end all lookups
-                logger.exception("a callback of a lookup failed")
+            if settle(waiter, num_tokens):
+                self._recorder.add(count, number)

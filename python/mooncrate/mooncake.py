@@ -37,6 +37,13 @@ ENVIRONMENT_DEFAULTS = {
 }
 """Read by the library when a client is created. What the user has set stays."""
 
+
+class _Queues:
+    """The transport's queues of a process: all its clients send to a peer through the same."""
+
+
+TCP_QUEUES = _Queues()
+
 REACH_SECONDS = 3.0
 DEFAULT_TENANT_ID = "default"
 
@@ -121,7 +128,8 @@ def connect(
             f"the installed Mooncake knows no tenants, so {tenant_id!r} cannot be kept apart: install a newer one"
         )
     _check_reachable(master_address)
-    store = GuardedStore(module.MooncakeDistributedStore(), transport=_transport(protocol))
+    queue_owner = TCP_QUEUES if protocol == "tcp" else None
+    store = GuardedStore(module.MooncakeDistributedStore(), transport=_transport(protocol), queue_owner=queue_owner)
     arguments = (host, metadata_server, segment_bytes, local_buffer_bytes, protocol, devices, master_address)
     code = store.setup(*arguments, **options)
     if code != 0:

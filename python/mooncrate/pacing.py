@@ -8,7 +8,8 @@ import time
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
+from weakref import WeakKeyDictionary
 
 from mooncrate.errors import LayoutError
 from mooncrate.groups import check_integer
@@ -74,6 +75,26 @@ class AddressBudget:
     Over TCP a peer's queue is shared by all threads of the process, and an address too many fails a whole batch after
     a minute. Which peer an object is read from is the store's secret, so one budget covers all peers.
     """
+
+    _shared: ClassVar[WeakKeyDictionary[object, dict[int, AddressBudget]]] = WeakKeyDictionary()
+    _sharing: ClassVar[threading.Lock] = threading.Lock()
+
+    @classmethod
+    def of(cls, owner: object, limit: int | None) -> AddressBudget:
+        """Returns the budget that all share who send through the same queues.
+
+        Args:
+            owner: Whose queues they are. One that cannot be hashed or referred to weakly shares with nobody.
+            limit: Addresses that they take; None is no limit.
+        """
+        if limit is None:
+            return cls(limit)
+        with cls._sharing:
+            try:
+                budgets = cls._shared.setdefault(owner, {})
+            except TypeError:  # not weakly referable, or not hashable
+                return cls(limit)
+            return budgets.setdefault(limit, cls(limit))
 
     def __init__(self, limit: int | None) -> None:
         """Makes a budget; None is no limit."""

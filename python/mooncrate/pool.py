@@ -89,6 +89,8 @@ class KVPool:
         self._lock = threading.RLock()  # a signal handler may close while its own thread holds it
         self._is_closed = False
         self._is_done = False
+        self._closing = threading.Condition()  # on an RLock, for the same reason
+        self._closer: threading.Thread | None = None
         self._stop = threading.Event()
         self._opened_keys = keys
         self._keys = keys
@@ -99,8 +101,10 @@ class KVPool:
         self._channel: Channel | None = None
         self._retired = threading.Event()  # set when the channel's memory is about to be unregistered
         self._recorder = Recorder()
-        most = limits.max_addrs_in_flight
-        self._budget = AddressBudget(store.transport.max_addrs_in_flight if most is None else most)
+        if limits.max_addrs_in_flight is None:
+            self._budget = AddressBudget.of(store.queue_owner, store.transport.max_addrs_in_flight)
+        else:
+            self._budget = AddressBudget(limits.max_addrs_in_flight)
         self._backoff = Backoff(limits.first_pause_seconds, limits.max_pause_seconds)
         self._savers: Workers[SaveResult] = Workers(
             "save", limits.num_save_threads, limits.max_queued_saves, partial(self._note_end, Count.SAVES_FAILED)
@@ -220,11 +224,10 @@ class KVPool:
             keys = self._opened_keys
             if keys.namespace is not None:
                 keys = replace(keys, namespace=keys.namespace.with_layout(layout))
-            # First of all, so that a job which is being queued right now is either seen here or does nothing.
-            self._retired.set()
-            if num_jobs := self._savers.num_unfinished + self._loaders.num_unfinished:
-                self._retired.clear()
-                raise StoreError(f"{num_jobs} jobs on the memory registered before still run: wait for them first")
+            with self._savers.held() as num_saves, self._loaders.held() as num_loads:
+                if num_jobs := num_saves + num_loads:
+                    raise StoreError(f"{num_jobs} jobs on the memory registered before still run: wait for them first")
+                self._retired.set()  # a job that was just about to be queued does nothing
             self._channel = None
             self._unregister()
             self._registration = register(self._store, layout.storages)
@@ -395,32 +398,60 @@ class KVPool:
         if os.getpid() != self._pid:
             return
         start = time.monotonic()
-        with self._lock:
+        self._is_closed = True
+        self._lookups.close(start)
+        for workers in (self._savers, self._loaders):
+            workers.close()
+        if not self._is_closer(start + timeout):
+            return
+        try:
+            # Another thread may hold it for as long as a registration hangs in the store.
+            if not self._lock.acquire(timeout=seconds_until(start + timeout)):
+                raise StoreError(f"not closed: register_kv_caches() still runs after {timeout:g} s")
+            try:
+                self._close(start, timeout)
+            finally:
+                self._lock.release()
+        finally:
+            with self._closing:
+                self._closer = None
+                self._closing.notify_all()
+
+    def _is_closer(self, deadline: float) -> bool:
+        """Tells whether this call has to close the pool: one does it, others wait for that one."""
+        current = threading.current_thread()
+        with self._closing:
+            while self._closer not in (None, current):  # the same thread comes again from a signal handler
+                if self._savers.has_thread(current) or self._loaders.has_thread(current):
+                    return False  # a callback of a job, for whose thread the other waits
+                if not self._closing.wait(seconds_until(deadline)):
+                    raise StoreError("not closed: close() still runs in another thread")
             if self._is_done:
-                return
-            self._is_closed = True
-            self._lookups.close(start)
-            for workers in (self._savers, self._loaders):
-                workers.close()
-            is_drained = self._join(start + timeout / 2)
-            self._stop.set()
-            self._budget.wake()
-            deadline = start + timeout
-            if not is_drained and not (is_drained := self._join(deadline)):
-                hanging = StoreError(f"the pool was closed, but a call hangs in the store after {timeout:g} s")
-                self._savers.abandon(hanging)
-                self._loaders.abandon(hanging)
-            self._lookups.close(deadline)
-            if is_drained:
-                self._unregister()
-            self._channel = None
-            left = seconds_until(deadline)
-            if self._connection is not None:
-                self._connection.close(left)
-            else:
-                self._store.close(left)
-            self._kv_caches = ()
-            self._is_done = True
+                return False
+            self._closer = current
+            return True
+
+    def _close(self, start: float, timeout: float) -> None:
+        """Lets jobs end, and ends what they used."""
+        is_drained = self._join(start + timeout / 2)
+        self._stop.set()
+        self._budget.wake()
+        deadline = start + timeout
+        is_drained = is_drained or self._join(deadline)
+        hanging = StoreError(f"the pool was closed, but a call hangs in the store after {timeout:g} s")
+        for workers in (self._savers, self._loaders):
+            workers.abandon(hanging)
+        self._lookups.close(deadline)
+        if is_drained:
+            self._unregister()
+        self._channel = None
+        left = seconds_until(deadline)
+        if self._connection is not None:
+            self._connection.close(left)
+        else:
+            self._store.close(left)
+        self._kv_caches = ()
+        self._is_done = True
 
     def _join(self, deadline: float) -> bool:
         """Waits for the threads of jobs; returns whether all have ended."""

@@ -173,15 +173,24 @@ class GuardedStore:
     handlers crash; leave through ``os._exit``, as `multiprocessing` does.
     """
 
-    def __init__(self, raw: Store, *, is_set_up: bool = False, transport: Transport = UNKNOWN_TRANSPORT) -> None:
+    def __init__(
+        self,
+        raw: Store,
+        *,
+        is_set_up: bool = False,
+        transport: Transport = UNKNOWN_TRANSPORT,
+        queue_owner: object = None,
+    ) -> None:
         """Wraps a store.
 
         Args:
             raw: The store itself; nobody else should hold it.
             is_set_up: Whether ``raw`` can be used as it is. If not, `setup` must come first.
             transport: What the way to the pool takes; if not given, what every way takes.
+            queue_owner: Stands for the transport's queues, for stores that share them; ``raw`` if not given.
         """
         self.transport: Final = transport
+        self.queue_owner: Final = raw if queue_owner is None else queue_owner
         self._raw: Store | None = raw
         self._pid = os.getpid()
         self._changed = threading.Condition()  # on an RLock: a signal handler may close while its own thread holds it
@@ -350,7 +359,10 @@ def borrow(store: Store) -> GuardedStore:
     transport = getattr(store, "transport", None)
     raw: Any = _Borrowed(store)
     return GuardedStore(
-        raw, is_set_up=True, transport=transport if isinstance(transport, Transport) else UNKNOWN_TRANSPORT
+        raw,
+        is_set_up=True,
+        transport=transport if isinstance(transport, Transport) else UNKNOWN_TRANSPORT,
+        queue_owner=getattr(store, "queue_owner", store),
     )
 
 
