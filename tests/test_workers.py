@@ -60,7 +60,7 @@ def test_jobs_run_in_order_and_know_nothing_of_each_other() -> None:
 
 def test_rule_19_jobs_end_once_whoever_cancels_or_abandons_them() -> None:
     ended: list[Future[int]] = []
-    workers: Workers[int] = Workers("save", 2, 100, ended.append)
+    workers: Workers[int] = Workers("save", 2, 100, lambda future, _: ended.append(future))
     gate = Gate()
 
     def hold() -> int:
@@ -88,7 +88,7 @@ def test_rule_19_jobs_end_once_whoever_cancels_or_abandons_them() -> None:
 
 
 def test_a_callback_that_fails_stops_no_job() -> None:
-    def fail(_: Future[int]) -> None:
+    def fail(*_: object) -> None:
         raise ValueError
 
     workers: Workers[int] = Workers("save", 1, 10, fail)
@@ -99,6 +99,25 @@ def test_a_callback_that_fails_stops_no_job() -> None:
     workers.close()
     with pytest.raises(StoreError, match=r"after close\(\)"):
         workers.offer(job)
+
+
+def test_a_job_is_counted_before_anybody_hears_of_its_end() -> None:
+    gate, counted = Gate(), [0]
+
+    def count(future: Future[int], error: BaseException | None) -> None:
+        gate.hold()
+        assert not future.done()
+        counted[0] += isinstance(error, ZeroDivisionError)
+
+    workers: Workers[int] = Workers("save", 1, 10, count)
+    job = Job("job", lambda: 1 // 0)
+    workers.offer(job)
+    gate.wait_until_reached()
+    assert not job.future.done()
+    gate.open()
+    assert isinstance(job.future.exception(30), ZeroDivisionError)
+    assert counted == [1]
+    workers.close()
 
 
 # The budget of addresses

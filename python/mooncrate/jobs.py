@@ -78,7 +78,7 @@ class Workers(Generic[Result]):
         name: str,
         num_threads: int,
         max_queued: int,
-        on_end: Callable[[Future[Result]], None] = lambda _: None,
+        on_end: Callable[[Future[Result], BaseException | None], None] = lambda *_: None,
     ) -> None:
         """Makes workers; threads start with the first job.
 
@@ -86,7 +86,8 @@ class Workers(Generic[Result]):
             name: Of the threads, and for messages.
             num_threads: Threads.
             max_queued: Jobs that wait at most, beside those that run.
-            on_end: Is called for every job that ended, in the thread that ended it.
+            on_end: Is called for every job that ends, with its error if it has one, in the thread that ends it, before
+                anybody who waits for it goes on.
         """
         self.name: Final = name
         self._num_threads = num_threads
@@ -240,11 +241,11 @@ class Workers(Generic[Result]):
             if self._unfinished.pop(job.job_id, None) is None:
                 return False
             self._changed.notify_all()
-        settle(job.future, result, error)
         try:
-            self._on_end(job.future)
+            self._on_end(job.future, error)
         except BaseException:
-            logger.exception("what follows the end of %s failed", job.name)
+            logger.exception("what goes before the end of %s failed", job.name)
+        settle(job.future, result, error)
         return True
 
     def _die(self, error: BaseException) -> None:

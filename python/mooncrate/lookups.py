@@ -74,6 +74,7 @@ class Lookups:
         self._flights: dict[Hashable, Flight] = {}
         self._deadlines: list[tuple[float, int, Flight, Future[int]]] = []  # a heap
         self._order = itertools.count()
+        self._unanswered: set[Future[int]] = set()
         self._workers: set[threading.Thread] = set()
         self._num_idle = 0
         self._num_stuck = 0
@@ -104,6 +105,7 @@ class Lookups:
         with self._changed:
             if self._is_closed:
                 raise StoreError("lookup was called after close(): open a new pool")
+            self._unanswered.add(future)
             if self._num_stuck == self._num_threads + self._max_stuck:
                 self._fail([future], Count.LOOKUPS_FAILED)
                 return future
@@ -277,5 +279,10 @@ class Lookups:
 
     def _settle(self, waiters: Sequence[Future[int]], num_tokens: int, count: Count, number: int) -> None:
         for waiter in waiters:
-            if settle(waiter, num_tokens):
-                self._recorder.add(count, number)
+            with self._changed:
+                if waiter not in self._unanswered:
+                    continue
+                self._unanswered.remove(waiter)
+            if not waiter.cancelled():
+                self._recorder.add(count, number)  # first: whoever waits may look at the counts at once
+            settle(waiter, num_tokens)

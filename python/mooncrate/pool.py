@@ -483,10 +483,10 @@ class KVPool:
             except StoreError as error:  # nothing is lost: the memory is not used through the store any more
                 logger.warning("unregistering failed: %s", error)
 
-    def _note_end(self, failed: Count, future: Future[Any]) -> None:
+    def _note_end(self, failed: Count, future: Future[Any], error: BaseException | None) -> None:
         if future.cancelled():
             self._recorder.add(Count.JOBS_CANCELLED)
-        elif future.exception() is not None:
+        elif error is not None:
             self._recorder.add(failed)
 
 
