@@ -7,23 +7,29 @@
 //! costs one window. Groups that need only the end of a prefix (sliding window, recurrent state) are asked at the
 //! longest prefix that the others allow, then further and further below it.
 //!
+//! Without any full-attention group nothing bounds a miss from the front. There the last 256 chunks are asked for, then
+//! samples of the rest, and then only what lies behind a sample that is there.
+//!
 //! # Limitations
-//! Without any full-attention group nothing bounds a miss from the front, and a cold prompt is searched to its start.
+//! Without any full-attention group, in a prompt of more than 240 times what such a group needs, a piece of 1/240 of it
+//! is overlooked if its first chunk is absent and it does not lie among the last 256: the price of a bounded search.
 
 mod group;
+mod probe;
 
 use crate::Error;
 use crate::hashes::positive;
 
 use group::{Group, Known};
 pub use group::{GroupKind, LookupGroup, Query};
+use probe::Samples;
 
 /// Keys in the first window.
 const FIRST_WINDOW: usize = 256;
 /// How much larger each next window is.
 const WINDOW_GROWTH: usize = 4;
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy)]
 enum Phase {
     /// First namespace of the first full-attention group, units `from..to`.
     Prefix { from: usize, to: usize },
@@ -31,6 +37,8 @@ enum Phase {
     PrefixRest { from: usize, alive: usize, to: usize },
     /// Ends of prefixes of at most `limit` units, first namespace or the others.
     Tail { limit: usize, is_rest: bool, budget: usize },
+    /// Samples of prefixes of at most `limit` units, first namespace or the others.
+    Probe { limit: usize, is_rest: bool, samples: Samples },
     /// The answer, in units.
     Decided(usize),
 }
@@ -56,6 +64,7 @@ pub struct Lookup {
     phase: Phase,
     queries: Vec<Query>,
     num_keys_asked: usize,
+    is_probed: bool,
 }
 
 impl Lookup {
@@ -93,7 +102,8 @@ impl Lookup {
         let max_units = (num_tokens.saturating_sub(1)).min(num_hashed).max(0) / unit;
         let max_units = usize::try_from(max_units).unwrap_or(usize::MAX);
         let phase = Phase::Decided(0);
-        let mut lookup = Self { groups, unit, max_units, phase, queries: Vec::new(), num_keys_asked: 0 };
+        let mut lookup =
+            Self { groups, unit, max_units, phase, queries: Vec::new(), num_keys_asked: 0, is_probed: false };
         lookup.enter(lookup.first_phase());
         Ok(lookup)
     }
@@ -149,7 +159,17 @@ impl Lookup {
                 // As long as the prefix may still be the answer, asking for shorter ones would be in vain.
                 let is_alive = self.longest_possible(limit) == limit;
                 let grown = budget.saturating_mul(WINDOW_GROWTH).max(FIRST_WINDOW);
-                Phase::Tail { limit, is_rest, budget: if is_alive { budget } else { grown } }
+                if is_alive {
+                    Phase::Tail { limit, is_rest, budget }
+                } else if self.is_unbounded() && self.num_keys_asked >= FIRST_WINDOW {
+                    self.probe_phase(limit)
+                } else {
+                    Phase::Tail { limit, is_rest, budget: grown }
+                }
+            }
+            Phase::Probe { limit, is_rest, samples } => {
+                self.note(is_rest, answers);
+                self.after_probe(limit, is_rest, samples)
             }
             Phase::Decided(_) => self.phase,
         };
@@ -163,8 +183,13 @@ impl Lookup {
                 let num_units = (FIRST_WINDOW / group.chunks_per_unit).max(1);
                 Phase::Prefix { from: 0, to: num_units.min(self.max_units) }
             }
-            None => self.tail_phase(self.max_units),
+            None => self.first_without_full(),
         }
+    }
+
+    /// Whether nothing says how far down a search would go.
+    fn is_unbounded(&self) -> bool {
+        !self.is_probed && self.full_groups().next().is_none()
     }
 
     fn tail_phase(&self, limit: usize) -> Phase {
@@ -245,15 +270,20 @@ impl Lookup {
                 self.queries = all.skip(1).collect();
             }
             Phase::Tail { limit, budget, .. } => return self.enter_tail(limit, budget),
+            Phase::Probe { limit, is_rest, samples } => return self.enter_probe(limit, is_rest, samples),
             Phase::Decided(_) => {}
         }
         self.num_keys_asked += self.num_keys();
     }
 
-    fn enter_tail(&mut self, limit: usize, budget: usize) {
+    fn make_room(&mut self, limit: usize) {
         for group in self.groups.iter_mut().filter(|group| group.tail.is_some()) {
             group.known.resize(limit * group.chunks_per_unit, Known::Nothing);
         }
+    }
+
+    fn enter_tail(&mut self, limit: usize, budget: usize) {
+        self.make_room(limit);
         let limit = self.longest_possible(limit);
         let is_first_known = self.tail_groups().all(|(_, group)| !group.has(limit, Known::Nothing));
         let is_known = is_first_known && self.tail_groups().all(|(_, group)| !group.has(limit, Known::First));
