@@ -141,6 +141,20 @@ def connect(
     return store
 
 
+def replicate_config(*, preferred_segment: str) -> object:
+    """Returns what puts have to be told so that objects lie in one segment, as long as it has room.
+
+    Args:
+        preferred_segment: Name of the segment, which is the ``host:port`` of the client that gave it.
+
+    Raises:
+        StoreError: Mooncake cannot be imported.
+    """
+    config = _import_store().ReplicateConfig()
+    config.preferred_segment = preferred_segment
+    return config
+
+
 def _transport(protocol: str) -> Transport:
     """Returns what a client takes that is made now: the environment is read then, and never again."""
     max_addrs_in_flight = None

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from mooncrate.kv_caches import Registration
     from mooncrate.namespace import Namespace
     from mooncrate.requests import ReqMeta
-    from mooncrate.transfers import DeviceEvent
+    from mooncrate.transfers import ChunkMask, DeviceEvent
 
     KVCaches = Mapping[str, Tensor | Sequence[Tensor]]
 
@@ -78,12 +78,14 @@ class KVPool:
         *,
         connection: StoreConnection | None = None,
         null_block_id: int | None = 0,
+        put_config: object = None,
         limits: PoolLimits = DEFAULT_LIMITS,
     ) -> None:
         """Use `open`."""
         self._store = store
         self._connection = connection
         self._null_block_id = null_block_id
+        self._put_config = put_config
         self._limits = limits
         self._pid = os.getpid()
         self._lock = threading.RLock()  # a signal handler may close while its own thread holds it
@@ -133,6 +135,7 @@ class KVPool:
         namespace: Namespace | None = None,
         store: Store | None = None,
         null_block_id: int | None = 0,
+        put_config: object = None,
         limits: PoolLimits = DEFAULT_LIMITS,
     ) -> Self:
         """Connects to a pool.
@@ -149,6 +152,7 @@ class KVPool:
                 plain ones, those of vLLM.
             store: Any object that has the store's calls, set up. It stays the caller's, who closes it after the pool.
             null_block_id: The block of an engine that holds nothing: never saved, never loaded. None if it has none.
+            put_config: Goes with every put, like the one that `mooncrate.mooncake.replicate_config` makes.
             limits: Sizes of batches, queues and pauses.
 
         Raises:
@@ -165,10 +169,17 @@ class KVPool:
         keys = KeySpace(model_name, tuple(groups), topology, hash_block_size, cache_prefix, namespace)
         logger.info("%s", keys.describe())
         if store is not None:
-            return cls(borrow(store), keys, null_block_id=null_block_id, limits=limits)
+            return cls(borrow(store), keys, null_block_id=null_block_id, put_config=put_config, limits=limits)
         connection = _connect(config)
         try:
-            return cls(connection.store, keys, connection=connection, null_block_id=null_block_id, limits=limits)
+            return cls(
+                connection.store,
+                keys,
+                connection=connection,
+                null_block_id=null_block_id,
+                put_config=put_config,
+                limits=limits,
+            )
         except BaseException:
             connection.close()
             raise
@@ -242,6 +253,7 @@ class KVPool:
                 self._budget,
                 self._recorder,
                 lambda: self._stop.is_set() or retired.is_set(),
+                self._put_config,
             )
             if keys != self._keys:
                 logger.info("%s", keys.describe())
@@ -291,7 +303,15 @@ class KVPool:
         key = (generation, num_tokens, num_hashes, bytes(hashes[0]), bytes(hashes[num_hashes - 1]))
         return self._lookups.ask(key, plan, timeout)
 
-    def save(self, req: ReqMeta, *, event: DeviceEvent | None = None) -> Future[SaveResult]:
+    def save(
+        self,
+        req: ReqMeta,
+        *,
+        event: DeviceEvent | None = None,
+        num_saved_tokens: int = 0,
+        lists_saved: bool = False,
+        chunk_mask: ChunkMask | None = None,
+    ) -> Future[SaveResult]:
         """Saves the first ``token_len_chunk`` tokens of a request, as far as the pool does not have them.
 
         Never blocks. What the pool has is found out anew each time, so a later save of the same request fills what an
@@ -300,18 +320,25 @@ class KVPool:
         Args:
             req: The request. What is needed of it is copied.
             event: To be waited for, like ``req.current_event``, before blocks are read.
+            num_saved_tokens: Tokens from the start that the pool has for certain, so that chunks that end there are
+                left alone. Take it from a lookup, or from a save of the same request that was complete.
+            lists_saved: Whether the result has ``saved_chunks``, which costs an object for each.
+            chunk_mask: Says which chunks are worth saving, for engines that keep some ends of a sliding window only. Is
+                called once per group, in the thread of the job.
 
         Returns:
             A future of what became of it. It ends with an exception only when the request contradicts itself, an event
             fails, or a close could not wait any longer.
 
         Raises:
+            LayoutError: ``num_saved_tokens`` cannot be.
             StoreError: The pool is closed, broken, not registered, or belongs to another process.
         """
         channel = self._registered("save")
+        check_integer("num_saved_tokens", num_saved_tokens, least=0)
         if req.can_save is False:
             return _ended(SaveResult(skipped=SkipReason.NOT_WANTED))
-        request = Request.of(req, event, req.token_len_chunk)
+        request = Request.of(req, event, req.token_len_chunk, num_saved_tokens, lists_saved, chunk_mask)
         job = Job(f"the save of request {req.req_id}", partial(SaveWorker(channel, self._backoff).save, request))
         if not self._savers.offer(job):
             self._recorder.add(Count.SAVES_REFUSED)

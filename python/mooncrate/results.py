@@ -50,6 +50,7 @@ class SaveResult:
         num_null_blocks: Chunks that were left out because they lie in the null block.
         has_hole: Whether one of those is of a full-attention group, which nobody can load past.
         error: What the store raised, if it did; the chunks that were in that call are in ``failed``.
+        saved_chunks: Group and chunk id of what was put, if the save was asked to list it.
     """
 
     num_chunks: int = 0
@@ -61,6 +62,7 @@ class SaveResult:
     num_null_blocks: int = 0
     has_hole: bool = False
     error: Exception | None = None
+    saved_chunks: tuple[tuple[int, int], ...] = ()
 
     @property
     def is_complete(self) -> bool:

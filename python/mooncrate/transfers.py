@@ -43,6 +43,14 @@ class DeviceEvent(Protocol):
         ...
 
 
+class ChunkMask(Protocol):
+    """Says which chunks of a group are worth saving."""
+
+    def __call__(self, group_id: int, start_chunk: int, end_chunk: int, /) -> Sequence[bool] | None:
+        """Returns one flag for each chunk from ``start_chunk`` up to ``end_chunk``; None if all are."""
+        ...
+
+
 @dataclass(frozen=True)
 class RegisteredGroup:
     """A group as workers need it.
@@ -74,7 +82,9 @@ class Request:
         block_ids: The block table of each group.
         events: To wait for before blocks are touched.
         num_tokens: Tokens to save, or to have loaded.
-        num_cached_tokens: Of a load: tokens that the engine holds already.
+        num_cached_tokens: Of a load: tokens that the engine holds already. Of a save: tokens that need not be saved.
+        lists_saved: Of a save: whether its result says which chunks were put.
+        chunk_mask: Of a save: says which chunks are worth it, None for all.
     """
 
     req_id: str
@@ -83,13 +93,24 @@ class Request:
     events: tuple[DeviceEvent, ...]
     num_tokens: int
     num_cached_tokens: int = 0
+    lists_saved: bool = False
+    chunk_mask: ChunkMask | None = None
 
     @classmethod
-    def of(cls, req: ReqMeta, event: DeviceEvent | None, num_tokens: int, num_cached_tokens: int = 0) -> Request:
+    def of(
+        cls,
+        req: ReqMeta,
+        event: DeviceEvent | None,
+        num_tokens: int,
+        num_cached_tokens: int = 0,
+        lists_saved: bool = False,
+        chunk_mask: ChunkMask | None = None,
+    ) -> Request:
         """Takes the snapshot."""
         events = tuple(one for one in (req.current_event, event) if one is not None)
         block_ids = tuple(tuple(ids) for ids in req.block_ids)
-        return cls(req.req_id, snapshot(req.block_hashes), block_ids, events, num_tokens, num_cached_tokens)
+        hashes = snapshot(req.block_hashes)
+        return cls(req.req_id, hashes, block_ids, events, num_tokens, num_cached_tokens, lists_saved, chunk_mask)
 
 
 def snapshot(block_hashes: Sequence[bytes | memoryview]) -> Sequence[bytes | memoryview]:
@@ -120,6 +141,7 @@ class Channel:
         budget: Addresses in flight over all threads.
         recorder: Gets counts and timings.
         is_stopped: Whether nothing more may be sent.
+        put_config: Goes with every put; the store's own default if None.
     """
 
     store: Store
@@ -130,6 +152,7 @@ class Channel:
     budget: AddressBudget
     recorder: Recorder
     is_stopped: Callable[[], bool]
+    put_config: object = None
 
     def plan(self, request: Request, plan_of: Callable[[RegisteredGroup, tuple[int, ...]], _core.TransferPlan]) -> Work:
         """Plans all groups of a request, in order of the chunks' ends."""
@@ -184,8 +207,9 @@ class Channel:
 
     def put(self, batch: _core.TransferPlan) -> Answers:
         """Puts chunks; where the store gave no answer it is an internal error."""
+        config = () if self.put_config is None else (self.put_config,)
         codes, error = self._call(
-            Timing.PUT, lambda: self.store.batch_put_from_multi_buffers(batch.keys, batch.addrs, batch.sizes)
+            Timing.PUT, lambda: self.store.batch_put_from_multi_buffers(batch.keys, batch.addrs, batch.sizes, *config)
         )
         return Answers(_padded(codes, len(batch), ResultCode.INTERNAL_ERROR.value), error)
 

@@ -44,18 +44,24 @@ class SaveWorker:
             recorder.add(Count.SAVES_PAUSED)
             return SaveResult(skipped=SkipReason.PRESSURE)
         num_tokens = request.num_tokens // channel.unit * channel.unit
+        group_ids = itertools.count()
 
         def plan_of(group: RegisteredGroup, block_ids: tuple[int, ...]) -> _core.TransferPlan:
+            group_id, size = next(group_ids), group.group.block_size
+            first = request.num_cached_tokens // size  # a chunk of which the pool has a part only is saved whole
+            mask = None if request.chunk_mask is None else request.chunk_mask(group_id, first, num_tokens // size)
             return group.database.plan(
                 num_tokens,
                 request.block_hashes,
                 block_ids,
+                mask_num=first * size,
+                chunk_mask=mask,
                 put_step=group.put_step,
                 put_step_rank=group.put_step_rank,
                 null_block_id=channel.null_block_id,
             )
 
-        save = _Save(channel.plan(request, plan_of), self._backoff)
+        save = _Save(channel.plan(request, plan_of), self._backoff, request.lists_saved)
         if not len(save.work.plan):
             return save.result(SkipReason.NOTHING_TO_SAVE)
         missing = save.find_missing()
@@ -69,10 +75,11 @@ class SaveWorker:
 class _Save:
     """The state of one save."""
 
-    def __init__(self, work: Work, backoff: Backoff) -> None:
+    def __init__(self, work: Work, backoff: Backoff, lists_saved: bool) -> None:
         self.work: Final = work
         self._channel = work.channel
         self._backoff = backoff
+        self._saved: list[int] | None = [] if lists_saved else None
         self._num_present = 0
         self._num_saved = 0
         self._num_bytes = 0
@@ -92,6 +99,7 @@ class _Save:
             num_null_blocks=self.work.num_null_blocks,
             has_hole=self.work.has_hole,
             error=self._error,
+            saved_chunks=tuple(map(self.work.chunk, self._saved or ())),
         )
 
     def find_missing(self) -> list[int]:
@@ -133,6 +141,8 @@ class _Save:
         num_bytes = self.work.num_bytes(saved)
         self._num_saved += len(saved)
         self._num_bytes += num_bytes
+        if self._saved is not None:
+            self._saved += saved
         self._channel.recorder.add(Count.SAVED_KEYS, len(saved))
         self._channel.recorder.add(Count.SAVED_BYTES, num_bytes)
         if not failed:
