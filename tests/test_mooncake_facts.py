@@ -197,3 +197,11 @@ def test_the_installed_wheel_is_reported() -> None:
     assert wheel.has_device_memory == ("non-cuda" not in wheel.distribution)
     assert wheel.has_group_ids
     assert wheel.has_tenants
+
+
+def test_an_object_goes_to_the_segment_that_a_put_prefers(store: GuardedStore, buffer: Buffer, key: str) -> None:
+    """A segment that is not there is no reason to refuse: the object lies somewhere else."""
+    config = mooncake.replicate_config(preferred_segment="127.0.0.1:1")
+    rows = [[buffer.ctypes.data]], [[OBJECT_BYTES]]
+    assert store.batch_put_from_multi_buffers([key], *rows, config) == [0]
+    assert store.batch_is_exist([key]) == [1]

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -441,3 +442,65 @@ def test_a_wide_topology_looks_up_every_namespace(store: MemoryStore, log: list[
         assert len(set(keys)) == 8
         assert pool.lookup(33, hashes) == 0
     assert sum(len(call.keys) for call in log) == 2
+
+
+# What connectors ask of a save
+
+
+def test_chunks_that_the_pool_has_for_certain_are_not_asked_for(store: MemoryStore) -> None:
+    engine = ToyEngine([CacheGroup.full_attention(16), CacheGroup.full_attention(32)], hash_block_size=16)
+    hashes, tables = prompt("a", 6), ([1, 2, 3, 4, 5, 6], [11, 12, 13])
+    with KVPool.open(model_name="m", groups=engine.groups, store=store, hash_block_size=16) as pool:
+        engine.register(pool)
+        engine.compute(hashes, tables)
+        result = pool.save(to_save(hashes, tables, 96), num_saved_tokens=48, lists_saved=True).result()
+        # Of the second group's chunk from 32 to 64 the pool has a part at most: it is saved whole.
+        assert sorted(result.saved_chunks) == [(0, 3), (0, 4), (0, 5), (1, 1), (1, 2)]
+        assert result.is_complete
+        assert pool.lookup(97, hashes) == 0
+        assert pool.save(to_save(hashes, tables, 96)).result().saved_chunks == ()
+        assert pool.lookup(97, hashes) == 96
+        with pytest.raises(LayoutError, match="num_saved_tokens is -1, less than 0"):
+            pool.save(to_save(hashes, tables, 96), num_saved_tokens=-1)
+
+
+def test_a_mask_says_which_chunks_are_worth_saving(store: MemoryStore) -> None:
+    engine = ToyEngine([CacheGroup.full_attention(16), CacheGroup.sliding_window(16, 17)])
+    hashes, tables = prompt("a", 6), ([1, 2, 3, 4, 5, 6], [11, 12, 13, 14, 15, 16])
+    asked = []
+
+    def mask(group_id: int, start_chunk: int, end_chunk: int) -> list[bool] | None:
+        asked.append((group_id, start_chunk, end_chunk))
+        return [chunk == 5 for chunk in range(start_chunk, end_chunk)] if group_id == 1 else None
+
+    with KVPool.open(model_name="m", groups=engine.groups, store=store) as pool:
+        engine.register(pool)
+        engine.compute(hashes, tables)
+        save = pool.save(to_save(hashes, tables, 96), num_saved_tokens=32, lists_saved=True, chunk_mask=mask)
+        assert sorted(save.result().saved_chunks) == [(0, 2), (0, 3), (0, 4), (0, 5), (1, 5)]
+        assert save.result().is_complete
+        assert asked == [(0, 2, 6), (1, 2, 6)]
+
+
+def test_what_a_put_is_to_be_told_goes_with_each() -> None:
+    class Listening(MemoryStore):
+        """Keeps the configuration of puts."""
+
+        seen: ClassVar[list[object]] = []
+
+        def batch_put_from_multi_buffers(
+            self,
+            keys: list[str],
+            all_buffer_ptrs: Sequence[Sequence[int]],
+            all_sizes: Sequence[Sequence[int]],
+            config: object = None,
+        ) -> list[int]:
+            self.seen.append(config)
+            return super().batch_put_from_multi_buffers(keys, all_buffer_ptrs, all_sizes, config)
+
+    engine, config = ToyEngine([CacheGroup.full_attention(16)]), object()
+    hashes = prompt("a", 2)
+    with KVPool.open(model_name="m", groups=engine.groups, store=Listening(), put_config=config) as pool:
+        engine.register(pool)
+        assert pool.save(to_save(hashes, [[1, 2]], 32)).result().num_saved == 2
+    assert Listening.seen == [config]
