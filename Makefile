@@ -62,6 +62,7 @@ bench: setup setup-vllm ## the Rust benches, then the comparisons with the refer
 	cargo bench --workspace --locked
 	PYTHONPATH="$(call vllm_directory,vllm-0-27)" $(VLLM_VENV) benches/compare_reference.py
 	PYTHONPATH="$(call vllm_directory,vllm-0-27)" $(VLLM_VENV) benches/stall.py
+	PYTHONPATH="$(call vllm_directory,vllm-0-32)" $(VLLM_VENV) benches/vllm_step.py
 	$(VENV) benches/lookup_cost.py
 
 .PHONY: check

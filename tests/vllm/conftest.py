@@ -10,9 +10,14 @@ so a missing library or a master that does not start is a failure. Where there i
 
 import importlib.metadata
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from fleet import Fleet
 
 # The modules beside this file are also those of a program (`engine_run.py`), so they import each other by plain names.
 # At the end of the path, where they cannot hide anything installed.
@@ -53,3 +58,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if other:
         config.hook.pytest_deselected(items=other)
         items[:] = [item for item in items if item not in other]
+
+
+@pytest.fixture(scope="session")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Fleet]":
+    """The engines of the proofs with vLLM 0.32.0."""
+    from fleet import Fleet  # noqa: PLC0415 - imports what only these tests need, and not where no vLLM is
+
+    with Fleet(tmp_path_factory.mktemp("fleet")) as started:
+        yield started

@@ -18,8 +18,7 @@ class ConnectorProbe:
 
     def __init__(self, llm: Any) -> None:  # noqa: ANN401 - vLLM's object, whose inner parts have no public type
         """Find both sides. ``llm`` must have been booted with the connector and without engine subprocesses."""
-        self._core_scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        self._scheduler = self._core_scheduler.connector.connector_scheduler
+        self._scheduler = llm.llm_engine.engine_core.engine_core.scheduler.connector.connector_scheduler
         group: Any = get_kv_transfer_group()
         self._worker = group.connector_worker
         self._seen: Counter[str] = Counter()
@@ -29,10 +28,6 @@ class ConnectorProbe:
     def wait_for_saves(self) -> None:
         """Return when every save that the worker has queued is done, well or not."""
         self._worker.kv_send_thread.request_queue.join()
-
-    def holds_requests(self) -> bool:
-        """Whether the scheduler still keeps a request, finished ones with blocks in use included."""
-        return bool(self._core_scheduler.requests)
 
     def live_objects(self) -> dict[str, int]:
         """Return how many objects of which class were seen in which place, as ``place: module.class``."""

@@ -9,6 +9,8 @@ The client is Mooncake's own and not one of mooncrate's: what these tests look a
 import importlib
 import json
 import os
+import signal
+from collections.abc import Iterable
 from contextlib import closing
 from http.client import HTTPConnection
 from pathlib import Path
@@ -16,20 +18,25 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from mooncrate.master import LOOPBACK, MasterProcess
+from processes import wait_until
 
 MEMORY_BYTES: Final = 256 << 20
 BUFFER_BYTES: Final = 64 << 20
 HTTP_SECONDS: Final = 10.0
+FILLER: Final = "filler"
+FILLER_BYTES: Final = 64 << 10
+NO_ROOM: Final = -200
 
 
 class MooncakePool:
     """A ``mooncake_master`` on free loopback ports and one client, both gone after `close`."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, memory_bytes: int = MEMORY_BYTES) -> None:
         """Start both.
 
         Args:
             directory: Takes the JSON file that connectors read, at ``config_path``.
+            memory_bytes: Memory of the pool.
 
         Raises:
             mooncrate.errors.StoreError: The master did not come up.
@@ -38,7 +45,7 @@ class MooncakePool:
         self._master = MasterProcess()
         self._master.start()
         try:
-            self._client = _connect(self._master.address)
+            self._client = _connect(self._master.address, memory_bytes)
         except BaseException:
             self._master.stop()
             raise
@@ -86,6 +93,35 @@ class MooncakePool:
             raise RuntimeError(f"remove answered {code} for {key}")
         self.put(key, value)
 
+    def remove(self, keys: Iterable[str]) -> None:
+        """Remove objects, leased ones too."""
+        for key in keys:
+            if (code := self._client.remove(key, True)) != 0:
+                raise RuntimeError(f"remove answered {code} for {key}")
+
+    def fill(self) -> None:
+        """Put objects that are never evicted until no other fits; `clear` removes them."""
+        config = importlib.import_module("mooncake.store").ReplicateConfig()
+        config.with_hard_pin = True
+        value = bytes(FILLER_BYTES)
+        number = 0
+        while (code := self._client.put(f"{FILLER}/{number}", value, config)) == 0:
+            number += 1
+        if code != NO_ROOM:
+            raise RuntimeError(f"put answered {code} after {number} fillers")
+
+    def kill_master(self) -> None:
+        """End the master as a crash would; the memory stays, but nobody knows what is in it."""
+        os.kill(self._master.pid, signal.SIGKILL)
+        self._master.stop()
+
+    def restart_master(self) -> None:
+        """Start a master on the ports of the old one, and return when the pool has its memory again."""
+        self._master = MasterProcess(self._master.rpc_port, self._master.metrics_port)
+        self._master.start()
+        wait_until(lambda: self._client.put(FILLER, b".") == 0, "a put through the new master")
+        self.clear()
+
     def close(self) -> None:
         """Close the client, then stop the master, whatever state they are in."""
         try:
@@ -96,10 +132,10 @@ class MooncakePool:
             self._master.stop()
 
 
-def _connect(address: str) -> Any:  # noqa: ANN401 - the wheel has no types
+def _connect(address: str, memory_bytes: int) -> Any:  # noqa: ANN401 - the wheel has no types
     os.environ.setdefault("MC_LOG_LEVEL", "WARNING")  # read when the library is loaded
     client = importlib.import_module("mooncake.store").MooncakeDistributedStore()
-    code = client.setup(LOOPBACK, "P2PHANDSHAKE", MEMORY_BYTES, BUFFER_BYTES, "tcp", "", address)
+    code = client.setup(LOOPBACK, "P2PHANDSHAKE", memory_bytes, BUFFER_BYTES, "tcp", "", address)
     if code != 0:
         raise RuntimeError(f"the client's setup answered {code}")
     return client

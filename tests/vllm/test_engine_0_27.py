@@ -19,13 +19,13 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
 from checkpoint import NUM_LAYERS, VOCAB_SIZE, block_bytes, write_checkpoint
 from engine_process import EngineProcess, Generation
+from engine_settings import EngineSettings
 from mooncake_pool import MooncakePool
 
 # The first test boots the engines, which takes a minute on two idle cores and several on busy ones.
@@ -74,19 +74,20 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     """Boot everything once for this file, the engines side by side, and end it all whatever happens."""
     directory = tmp_path_factory.mktemp("engines")
     model = write_checkpoint(directory / MODEL_NAME)
+    plain = EngineSettings(has_evidence=True)
     with ExitStack() as stack:
         pool = stack.enter_context(MooncakePool(directory))
 
-        def start(name: str, config_path: Path | None, data_module: str | None) -> EngineProcess:
-            engine = EngineProcess(name, model, directory, config_path=config_path, data_module=data_module)
+        def start(name: str, settings: EngineSettings) -> EngineProcess:
+            engine = EngineProcess(name, model, directory, settings, config_path=pool.config_path)
             stack.callback(engine.close)
             return engine
 
         engines = Engines(
             pool,
-            plain=start("plain", None, None),
-            reference=start("reference", pool.config_path, None),
-            ours=start("ours", pool.config_path, "mooncrate.data"),
+            plain=start("plain", plain),
+            reference=start("reference", plain.with_vllm_connector()),
+            ours=start("ours", plain.with_vllm_connector(data_module="mooncrate.data")),
         )
         for engine in (engines.plain, engines.reference, engines.ours):
             engine.wait_until_ready()
