@@ -147,6 +147,22 @@ def test_a_null_block_of_full_attention_is_never_complete(
     assert result.num_tokens == 16 * block_ids.index(0)
 
 
+@pytest.mark.parametrize(("table", "block_id"), [([1, 2, 1], 1), ([3, 3, 3], 3), ([0, 5, 5], 5)])
+def test_a_block_for_two_chunks_is_refused(
+    pool: KVPool, engine: ToyEngine, store: MemoryStore, table: list[int], block_id: int
+) -> None:
+    hashes = prompt("twice", 3)
+    message = rf"block {block_id} {table.count(block_id)} times in the block table of group 0"
+    with pytest.raises(LayoutError, match=message):
+        pool.save(to_save(hashes, [table], 48)).result()
+    assert not store.pool.keys()
+    engine.compute(hashes, [[7, 8, 9]])
+    pool.save(to_save(hashes, [[7, 8, 9]], 48)).result()
+    with pytest.raises(LayoutError, match=message):
+        pool.load(to_load(hashes, [table], 48)).result()
+    assert engine.is_empty(0, block_id)
+
+
 def test_null_blocks_before_a_window_are_no_hole(store: MemoryStore) -> None:
     engine = ToyEngine([FULL, CacheGroup.sliding_window(16, 17)])
     hashes = prompt("window", 3)

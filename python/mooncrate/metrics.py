@@ -7,10 +7,11 @@ is made for it and nothing grows.
 from __future__ import annotations
 
 import enum
+import os
 import threading
 import time
 from bisect import bisect_left
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final
@@ -154,6 +155,7 @@ class Recorder:
     def __init__(self) -> None:
         """Begins with zeros."""
         self._lock = threading.Lock()
+        self._pid = os.getpid()
         self._counts = [0] * len(Count)
         self._buckets = [[0] * (len(BUCKET_BOUNDS) + 1) for _ in Timing]
         self._sums = [0.0] * len(Timing)
@@ -186,7 +188,8 @@ class Recorder:
 
     def snapshot(self, queue_depths: Mapping[str, int]) -> PoolMetrics:
         """Returns all numbers as they are now."""
-        with self._lock:
+        # Only the thread that forked is in a forked child, and the lock may have been held by another one.
+        with self._lock if os.getpid() == self._pid else nullcontext():
             counts, sums = list(self._counts), list(self._sums)
             buckets = [tuple(row) for row in self._buckets]
         return PoolMetrics(

@@ -169,6 +169,8 @@ class Channel:
             )
         with self.recorder.timed(Timing.PLAN):
             plans = [plan_of(group, ids) for group, ids in zip(self.groups, request.block_ids, strict=True)]
+            for group_id, plan in enumerate(plans):
+                _check_distinct(request.req_id, group_id, plan.block_ids)
             num_null_blocks = sum(plan.num_null_blocks for plan in plans)
             has_hole = any(
                 plan.num_null_blocks and group.group.kind is GroupKind.FULL_ATTENTION
@@ -228,6 +230,16 @@ class Channel:
         except Exception as error:
             logger.warning("the store raised in %s", timing.name.lower(), exc_info=True)
             return Answers([], error)
+
+
+def _check_distinct(req_id: str, group_id: int, block_ids: Sequence[int]) -> None:
+    """Refuses a block for two chunks: it can hold the bytes of one, and would pass for the other."""
+    if len(set(block_ids)) < len(block_ids):
+        block_id, times = Counter(block_ids).most_common(1)[0]
+        raise LayoutError(
+            f"request {req_id} has block {block_id} {times} times in the block table of group {group_id}: a block "
+            "holds one chunk"
+        )
 
 
 class Answers(NamedTuple):
