@@ -41,9 +41,14 @@ def write_checkpoint(directory: Path, *, seed: int = 0) -> Path:
     Returns:
         ``directory``.
     """
+    return save_checkpoint(directory, _config(), _weights(np.random.default_rng(seed)))
+
+
+def save_checkpoint(directory: Path, config: dict[str, object], weights: dict[str, NDArray[np.float32]]) -> Path:
+    """Write a configuration and weights into a new directory, and return it."""
     directory.mkdir(parents=True)
-    (directory / "config.json").write_text(json.dumps(_config(), indent=2))
-    save_file(_weights(np.random.default_rng(seed)), directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 

@@ -5,13 +5,13 @@ vLLM puts the two kinds into KV cache groups of their own, here three groups of 
 the hidden states small all the same.
 """
 
-import json
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
+
+from checkpoint import save_checkpoint
 
 VOCAB_SIZE: Final = 512
 SLIDING_WINDOW: Final = 256
@@ -28,10 +28,7 @@ WEIGHT_DEVIATION: Final = 0.15
 
 def write_gemma_checkpoint(directory: Path, *, seed: int = 0) -> Path:
     """Write ``config.json`` and ``model.safetensors`` into a new directory; see `checkpoint.write_checkpoint`."""
-    directory.mkdir(parents=True)
-    (directory / "config.json").write_text(json.dumps(_config(), indent=2))
-    save_file(_weights(np.random.default_rng(seed)), directory / "model.safetensors", metadata={"format": "pt"})
-    return directory
+    return save_checkpoint(directory, _config(), _weights(np.random.default_rng(seed)))
 
 
 def _config() -> dict[str, object]:

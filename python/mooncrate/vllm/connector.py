@@ -26,7 +26,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from mooncrate import mooncake
 from mooncrate.config import StoreConfig
 from mooncrate.errors import ConfigError, MooncrateError, StoreError
-from mooncrate.groups import GroupKind
 from mooncrate.pacing import PoolLimits
 from mooncrate.pool import KVPool
 from mooncrate.vllm.events import StoredEvents
@@ -309,7 +308,7 @@ def _own_topology(vllm_config: VllmConfig) -> Any:  # noqa: ANN401
 
 def _check_sync_loads(settings: Settings, layout: EngineLayout) -> None:
     """Refuses loads within a step where vLLM takes no word of one that failed."""
-    if not settings.load_async and [group.kind for group in layout.groups] != [GroupKind.FULL_ATTENTION]:
+    if not settings.load_async and not layout.is_full_attention_alone:
         raise ConfigError(
             "kv_connector_extra_config: load_async: false: not supported for models with several KV cache groups or "
             "sliding windows alone: vLLM could not recompute what failed to load"

@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from mooncrate.errors import LayoutError
-from mooncrate.groups import CacheGroup, RankTopology
+from mooncrate.groups import CacheGroup, GroupKind, RankTopology
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -107,6 +107,11 @@ class EngineLayout:
             specs=tuple(_layer_specs(spec)[0] for spec in specs),
             retention_interval=kv_cache_config.prefix_cache_retention_interval,
         )
+
+    @property
+    def is_full_attention_alone(self) -> bool:
+        """Whether a prefix stays good when it is cut short anywhere: there is one group, and it needs every block."""
+        return [group.kind for group in self.groups] == [GroupKind.FULL_ATTENTION]
 
     def chunk_mask(
         self, num_prefill_tokens: int, group_id: int, start_chunk: int, end_chunk: int

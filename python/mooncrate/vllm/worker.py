@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from mooncrate.errors import MooncrateError
-from mooncrate.groups import GroupKind
 from mooncrate.vllm.events import stored_blocks
 from mooncrate.vllm.layout import block_views
 from mooncrate.vllm.metadata import StepReport
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 
     from vllm.distributed.kv_events import BlockStored
 
+    from mooncrate.jobs import Result
     from mooncrate.pool import KVPool
     from mooncrate.requests import ReqMeta
     from mooncrate.results import LoadResult, SaveResult
@@ -53,7 +53,7 @@ class WorkerSide:
         self._load_async = load_async
         self._has_events = has_events
         # Only of a full-attention group alone does a shorter prefix stay good; vLLM forgets the request's others whole.
-        self._reports_blocks = [group.kind for group in layout.groups] == [GroupKind.FULL_ATTENTION]
+        self._reports_blocks = layout.is_full_attention_alone
         self._ended = threading.Condition()  # guards all that follows
         self._report = StepReport()
         self._loaded: set[str] = set()
@@ -150,7 +150,7 @@ class WorkerSide:
         return job
 
     def _end_load(self, req: ReqMeta, job: Future[LoadResult] | None) -> None:
-        result = None if job is None or job.cancelled() or job.exception() is not None else job.result()
+        result = _result_of(job)
         with self._ended:
             self._num_loads -= 1
             if result is None or not result.is_complete:
@@ -172,7 +172,7 @@ class WorkerSide:
         return set(req.block_ids[0][spec.vllm_cached_tokens // size : spec.kvpool_cached_tokens // size])
 
     def _end_save(self, order: SaveOrder, job: Future[SaveResult] | None) -> None:
-        result = None if job is None or job.cancelled() or job.exception() is not None else job.result()
+        result = _result_of(job)
         events = [] if result is None else stored_blocks(order.req, result, self._layout)
         with self._ended:
             self._saves.pop(order.job_id, None)
@@ -181,6 +181,11 @@ class WorkerSide:
                 self._report.incomplete_saves.add(order.job_id)
             self._events += events
             self._ended.notify_all()
+
+
+def _result_of(job: Future[Result] | None) -> Result | None:
+    """Returns what became of a job that has ended; None if it never began, was cancelled, or failed."""
+    return None if job is None or job.cancelled() or job.exception() is not None else job.result()
 
 
 def _record_event() -> DeviceEvent | None:
